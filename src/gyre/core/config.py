@@ -1,0 +1,30 @@
+"""Config base: what every room's `config.py` derives from. In: a mapping from TOML. Out: a frozen, checked section.
+
+Unknown keys are refused with the nearest valid key; pydantic checks types. Callers: each room's config.py, `runconfig`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+
+class Section(BaseModel):
+    """One table of the TOML. Frozen; a key that it does not know is an error that names the nearest one."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def refuse_unknown_keys(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        known = set(cls.model_fields) | {field.alias for field in cls.model_fields.values() if field.alias}
+        for key in values:
+            if key not in known:
+                near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+                did_you_mean = f"; did you mean '{near[0]}'?" if near else ""
+                raise ValueError(f"unknown key '{key}'{did_you_mean} (accepted: {', '.join(sorted(known))})")
+        return values

@@ -1,0 +1,154 @@
+"""Contracts: the Protocols between rooms. In and out: records only. The loop sees these and never a room.
+
+Rules of all: coroutines; each wait ends by its deadline with DeadlineError naming what was awaited; an operation
+with an `operation_id` is idempotent: a second call with the same id changes nothing and answers the same.
+Callers: `loop`, `cli` through `wire`. Suites: tests/contracts/, which every implementation passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+from gyre.core.records import (
+    Component,
+    EngineStats,
+    Evaluation,
+    Health,
+    Manifest,
+    Partial,
+    Request,
+    Rollout,
+    Score,
+    StepReport,
+    Tier,
+    TokenChunk,
+    TrainBatch,
+    Usage,
+    Which,
+)
+
+CommitPolicy = Literal["drain", "keep_prefix", "continue"]
+
+
+class PromptSource(Protocol):
+    """Yields records (Prompt for online objectives, TrainSequence for offline ones) in an order that is a pure
+    function of its seed and state."""
+
+    def take(self, n: int) -> Sequence[Any]:
+        """Return the next n records; wraps over epochs with a new order. n > 0."""
+        ...
+
+    def state(self) -> Mapping[str, Any]:
+        """JSON-able cursor."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue exactly where `state` was taken. SnapshotError if it belongs to other data."""
+        ...
+
+
+class RolloutEngine(Protocol):
+    """Tokens in, tokens out. A refusal is an answer: a chunk with finish "refused" and a reason, never silence."""
+
+    def submit(self, request: Request) -> AsyncIterator[TokenChunk]:
+        """Enqueue at once (before the first await) and stream chunks; each of the n completions ends with a chunk
+        that carries `finish`. Requests submitted without an await between them enter the queue together, in order."""
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """End a request with finish "abort". Unknown ids are a no-op: it may have just finished."""
+        ...
+
+    async def interrupt(self, *, deadline_s: float) -> Mapping[str, tuple[Partial, ...]]:
+        """Stop everything in flight (finish "interrupted") and return by request id what each had."""
+        ...
+
+    async def stats(self) -> EngineStats: ...
+
+    async def health(self) -> Health: ...
+
+    async def drain(self, *, deadline_s: float) -> None:
+        """Wait until nothing is waiting or running."""
+        ...
+
+
+class EngineLifecycle(Protocol):
+    """Life of an engine and of the weights in it. A version is whole or not there."""
+
+    async def start(self, *, dummy: bool) -> None:
+        """Allocate KV; with `dummy`, weights are random until a commit and submit refuses work."""
+        ...
+
+    async def prepare(self, manifest: Manifest, source: Mapping[str, Any]) -> None:
+        """Receive all tensors of a version beside the running one and verify them. Nothing served changes."""
+        ...
+
+    async def commit(self, version: int, *, policy: CommitPolicy) -> None:
+        """Swap to the prepared version. drain: wait for requests first; keep_prefix: cached blocks of the old version
+        stay but only match the old version; continue: running requests go on, tokens carry their version."""
+        ...
+
+    async def rollback(self) -> None:
+        """Forget a prepared version."""
+        ...
+
+    async def terminate(self) -> None:
+        """Free everything. Requests in flight end with finish "abort"."""
+        ...
+
+
+class MemoryTenant(Protocol):
+    """Owner of components. Asked by the ledger; bytes are measured from storages, not remembered."""
+
+    def components(self) -> Sequence[Component]: ...
+
+    def move(self, names: Sequence[str], tier: Tier) -> None:
+        """Move whole components, in order. Contents survive device ↔ host ↔ disk; "none" forgets them.
+        Runs on the compute thread. InputError for a tier that the component does not allow."""
+        ...
+
+    def measure(self) -> Mapping[str, Usage]: ...
+
+
+class Scorer(Protocol):
+    """Text to numbers with reasons, in killable processes."""
+
+    async def score(self, rollouts: Sequence[Rollout], *, deadline_s: float) -> Sequence[Score]:
+        """Same length and order. Never raises for what a rollout contains; past the deadline the parts that are
+        missing come back with outcome "timeout"."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class PolicyTrainer(Protocol):
+    """Owns actor, critic, reference and reward model. Batches are global and unpacked."""
+
+    async def step(self, batch: TrainBatch) -> StepReport:
+        """Train on the batch. After it returns the version is final."""
+        ...
+
+    async def evaluate(self, batch: TrainBatch, which: Which) -> Evaluation:
+        """Forward only. "policy" gives the log-probs that the trainer computes for the given tokens."""
+        ...
+
+    def register(self) -> tuple[Manifest, Mapping[str, Any]]:
+        """Manifest of the current version and its tensors by name (borrowed until the next step)."""
+        ...
+
+    def snapshot(self) -> Mapping[str, Any]:
+        """Resumable state: tensors and JSON-able leaves."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class Sandbox(Protocol):
+    """Runs one untrusted program in a fresh, isolated process. What isolates it is in `isolation`."""
+
+    isolation: str
+
+    async def run(self, program: Any, *, limits: Any) -> Any: ...

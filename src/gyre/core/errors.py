@@ -1,0 +1,53 @@
+"""Errors: the one tree that users and programs see. In: the parts of what went wrong. Out: one sentence and a hint.
+
+    GyreError
+    ├── ConfigError       a key, type or value in the TOML or on the command line
+    ├── InputError        a model folder, data file, row, prompt or reward function of the user's
+    ├── MemoryBudgetError a component or a move does not fit, or memory did not come back
+    ├── SnapshotError     a snapshot, export or run folder that cannot be used
+    ├── DeadlineError     a wait ended without what it waited for; names the owner
+    └── EngineRefused     a request that the engine will not run, with the reason
+
+Each carries `kind` (for programs), the message (what we got, what we accept) and `hint` (what to do next).
+Faults of ours are assertions, never a GyreError. Callers: every room raises, `cli` prints.
+"""
+
+from __future__ import annotations
+
+
+class GyreError(Exception):
+    """Base of every fault that a user can act on."""
+
+    kind = "error"
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def as_dict(self) -> dict[str, str]:
+        return {"kind": self.kind, "message": self.message, "hint": self.hint}
+
+
+class ConfigError(GyreError):
+    kind = "config"
+
+
+class InputError(GyreError):
+    kind = "input"
+
+
+class MemoryBudgetError(GyreError):
+    kind = "memory"
+
+
+class SnapshotError(GyreError):
+    kind = "snapshot"
+
+
+class DeadlineError(GyreError):
+    kind = "deadline"
+
+
+class EngineRefused(GyreError):
+    kind = "refused"

@@ -1,0 +1,278 @@
+"""Records: the nouns that cross rooms. Frozen, keyword-only, a unit or a length on each field.
+
+In: nothing. Out: plain data (numpy arrays for what grows with tokens). Callers: every room.
+Token ids are the truth and text is a view of them. Masks are data and never guessed from padding.
+
+Letters: P prompt tokens, C tokens that the policy chose, T = tokens of a whole sequence.
+Column convention: entry t of a per-token array belongs to token t as the *target*: logprobs[t] is
+log p(tokens[t] | tokens[:t]). Token 0 is never a target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+Finish = Literal["stop", "length", "abort", "deadline", "refused", "interrupted"]
+Tier = Literal["device", "host", "disk", "none"]
+Phase = Literal["idle", "rollout", "score", "train", "handover", "evaluate"]
+Which = Literal["policy", "reference", "critic", "reward"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One problem, ready for the engine."""
+
+    prompt_id: str  # stable hash of source and text; decides the held-out split
+    tokens: np.ndarray  # int32 [P], with the generation prefix of the template
+    text: str  # the rendered prompt, for people and rewards
+    task: Mapping[str, Any]  # what rewards need (answer, tests, …); JSON-able
+    source: str  # name of the data source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How tokens are chosen; travels with the rollout, since the trainer must reproduce it."""
+
+    temperature: float = 1.0  # 0.0 means greedy
+    top_p: float = 1.0  # keeps the smallest set with at least this mass
+    top_k: int = 0  # 0 keeps all
+    min_p: float = 0.0  # keeps tokens with at least min_p × the best probability
+    max_tokens: int = 128  # tokens chosen per completion at most
+    stop: tuple[str, ...] = ()  # strings; the completion ends with the token that completes one
+    stop_ids: tuple[int, ...] = ()  # token ids, beside the tokenizer's end-of-text
+    ignore_eos: bool = False
+    n: int = 1  # completions per request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Support:
+    """The tokens that truncation (top-k, top-p, min-p) left choosable, per chosen token. Ragged."""
+
+    offsets: np.ndarray  # int64 [C + 1]
+    ids: np.ndarray  # int32 [offsets[-1]]; ids[offsets[c]:offsets[c + 1]] for token c, ascending
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partial:
+    """A completion that was interrupted: enough to go on from, token for token."""
+
+    index: int  # which of the request's n completions
+    tokens: np.ndarray  # int32 [C]
+    logprobs: np.ndarray  # float32 [C], after temperature and truncation
+    raw_logprobs: np.ndarray  # float32 [C], of the plain softmax
+    versions: np.ndarray  # int32 [C], policy version that chose each token
+    support: Support | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One question to an engine. `partials` may hold a beginning for some of its n completions."""
+
+    request_id: str
+    tokens: np.ndarray  # int32 [P]
+    sampling: Sampling
+    seed: int = 0  # with a completion's index and position, decides every draw
+    priority: int = 0  # larger runs earlier and is preempted later
+    deadline_s: float | None = None  # seconds from submit until the engine answers "deadline"
+    tenant_salt: str = ""  # part of the prefix-cache key
+    grammar: str | None = None  # refused by engines that have no grammar support
+    chunk_tokens: int = 1  # tokens per TokenChunk; 0 means one chunk at the end
+    partials: tuple[Partial, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenChunk:
+    """Tokens as they come out. The last chunk of a completion carries `finish`."""
+
+    request_id: str
+    index: int  # which of the request's n completions
+    tokens: np.ndarray  # int32 [c], new since the last chunk
+    logprobs: np.ndarray  # float32 [c], after temperature and truncation
+    raw_logprobs: np.ndarray  # float32 [c]
+    versions: np.ndarray  # int32 [c]
+    support: Support | None = None
+    finish: Finish | None = None
+    reason: str = ""  # why refused, aborted or past the deadline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One whole answer of an engine."""
+
+    request_id: str
+    index: int
+    tokens: np.ndarray  # int32 [C], the stop token included
+    logprobs: np.ndarray  # float32 [C]
+    raw_logprobs: np.ndarray  # float32 [C]
+    versions: np.ndarray  # int32 [C]
+    finish: Finish
+    support: Support | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """A prompt with one completion: what is scored and trained on."""
+
+    rollout_id: str
+    group_id: str  # shared by the siblings of one prompt
+    prompt: Prompt
+    tokens: np.ndarray  # int32 [T], prompt then completion
+    sampled: np.ndarray  # bool [T], True where the policy chose the token
+    logprobs: np.ndarray  # float32 [T], the sampler's; 0.0 where not sampled
+    raw_logprobs: np.ndarray  # float32 [T]
+    versions: np.ndarray  # int32 [T], -1 where not sampled
+    sampling: Sampling
+    finish: Finish
+    text: str  # the completion, decoded; a view
+    support: Support | None = None  # over the sampled tokens, in order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScorePart:
+    """One reward's verdict."""
+
+    name: str
+    value: float
+    weight: float
+    reason: str  # why this value, in words a person can check
+    outcome: Literal["ok", "timeout", "error", "invalid"] = "ok"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """The weighted sum of the parts; never absent: a failure is a labelled score."""
+
+    rollout_id: str
+    value: float
+    parts: tuple[ScorePart, ...]
+    started_s: float = 0.0  # monotonic clock, for the overlap account
+    ended_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The siblings of one prompt with their scores, in the same order."""
+
+    group_id: str
+    rollouts: tuple[Rollout, ...]
+    scores: tuple[Score, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSequence:
+    """One sequence to train on or to evaluate, unpacked.
+
+    `columns` are per-token arrays of length T by the column convention, for example loss_mask (bool),
+    advantages, logprobs (behaviour), reference_logprobs, values, returns. `scalars` are per sequence.
+    """
+
+    tokens: np.ndarray  # int32 [T]
+    columns: Mapping[str, np.ndarray]
+    scalars: Mapping[str, float] = field(default_factory=dict)
+    pair_id: int = -1  # siblings of a preference pair share it; scalars["chosen"] is 1.0 or 0.0
+    group_id: str = ""
+    temperature: float = 1.0  # the trainer divides logits by it before the log-softmax
+    support: Support | None = None  # over tokens where loss_mask is True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainBatch:
+    """All sequences of one loop step: global and unpacked. The trainer deals and packs them."""
+
+    sequences: tuple[TrainSequence, ...]
+    step: int  # loop step that made it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Result of a forward pass, one entry per sequence of the batch, in its order."""
+
+    which: Which
+    per_token: tuple[np.ndarray, ...] = ()  # float32 [T] each: log-probs (policy, reference) or values (critic)
+    per_sequence: np.ndarray | None = None  # float32 [sequences]: scores (reward)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What one call of `step` did."""
+
+    step: int  # loop step
+    version: int  # policy version after it
+    metrics: Mapping[str, float]
+    num_tokens: int  # tokens trained on, padding not counted
+    num_updates: int  # optimiser steps taken
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorEntry:
+    """One tensor of a version."""
+
+    name: str  # our parameter name
+    dtype: str  # torch name, "bfloat16"
+    shape: tuple[int, ...]
+    size_bytes: int
+    checksum: str  # 16 hex digits of blake2b over the bytes; "" when not asked for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """Everything a receiver must hold to have a version whole."""
+
+    version: int
+    entries: tuple[TensorEntry, ...]
+    shared: bool  # True when the engine reads the trainer's own storage: no byte moves
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Version:
+    """A policy version: n is the number of optimiser updates since the run began, cold start included."""
+
+    number: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Component:
+    """A named piece of device memory that can move as a whole."""
+
+    name: str  # "engine.kv", "actor.optimizer", …
+    size_bytes: int  # when on the device
+    tier: Tier  # where it is now
+    tiers: tuple[Tier, ...]  # where it may live; "none" means destroyed and built again on demand
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Measured bytes of one component, read from its storages and not remembered."""
+
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Counters since start, and gauges of now."""
+
+    running: int
+    waiting: int
+    prompt_tokens: int
+    prefix_hit_tokens: int
+    generated_tokens: int
+    preemptions: int
+    refused: int
+    steps: int
+    pages_used: int
+    pages_total: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Health:
+    ok: bool
+    reason: str = ""

@@ -1,0 +1,1 @@
+"""The native rollout engine: tokens in, tokens out."""

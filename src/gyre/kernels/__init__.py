@@ -1,0 +1,1 @@
+"""Fast operations, each beside its plain PyTorch oracle."""

@@ -1,0 +1,1 @@
+"""The controller: the one ring, over contracts."""

@@ -1,0 +1,1 @@
+"""One definition per family, for the trainer and for the engine."""

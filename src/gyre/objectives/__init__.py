@@ -1,0 +1,1 @@
+"""The mathematics of what is optimised: arrays in, arrays out."""

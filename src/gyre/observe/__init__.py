@@ -1,0 +1,1 @@
+"""What happened, when, and how long: events, metrics, sinks, the report."""

@@ -1,0 +1,1 @@
+"""What will run, decided once and written down."""

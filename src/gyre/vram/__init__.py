@@ -1,0 +1,1 @@
+"""Who may hold how many bytes of device memory, in which phase."""

@@ -1,0 +1,1 @@
+"""The checkpoint engine: a policy version, whole, from the trainer to engines."""
