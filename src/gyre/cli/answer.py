@@ -1,0 +1,32 @@
+"""Answer: runs a command's body and turns what happens into an exit code. In: a function that returns a JSON-able
+mapping. Out: its JSON on stdout when asked for; a GyreError as one sentence and a hint, exit 2; Ctrl-C, exit 130.
+Caller: cli.main."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from gyre.core.errors import GyreError
+
+
+def answer(body: Callable[[], Mapping[str, Any]], *, as_json: bool) -> None:
+    try:
+        result = body()
+    except GyreError as error:
+        print(f"error: {error.message}" + (f"\n hint: {error.hint}" if error.hint else ""), file=sys.stderr)
+        if as_json:
+            print(json.dumps({"error": error.as_dict()}))
+        raise SystemExit(2) from error
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C", file=sys.stderr)
+        if as_json:
+            stopped = {"kind": "stopped", "message": "stopped by Ctrl-C", "hint": "gyre train --resume RUN goes on"}
+            print(json.dumps({"error": stopped}))
+        raise SystemExit(130) from None
+    if as_json:
+        print(json.dumps(result))
+    if result.get("goal_missed"):
+        raise SystemExit(1)

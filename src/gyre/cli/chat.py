@@ -1,0 +1,34 @@
+"""gyre chat. In: a run or model folder, and what a person types. Out: the model's words as they come. Caller: cli.main."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def run_chat(
+    target: Path, prompt: str | None, *, max_tokens: int, temperature: float, seed: int, quiet: bool
+) -> Mapping[str, Any]:
+    from gyre.wire import chat
+
+    def write(piece: str) -> None:
+        if not quiet:
+            print(piece, end="", flush=True)
+
+    turns = iter([prompt]) if prompt is not None else _typed()
+    return chat(target, turns, write, max_tokens=max_tokens, temperature=temperature, seed=seed)
+
+
+def _typed():
+    """Yield what is typed until the end of input. /new forgets the conversation."""
+    if sys.stdin.isatty():
+        print("type a question; /new begins again, Ctrl-D ends", file=sys.stderr)
+    while True:
+        try:
+            line = input("\n> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return
+        if line.strip():
+            yield line

@@ -1,0 +1,21 @@
+"""gyre eval. In: a run or model folder. Out: accuracy on held-out problems. Caller: cli.main."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def run_eval(
+    target: Path, config: Path | None, overrides: list[str], *, num_problems: int, quiet: bool
+) -> Mapping[str, Any]:
+    from gyre.wire import evaluate
+
+    result = evaluate(target, config, overrides, num_problems=num_problems)
+    if not quiet:
+        print(f"{result['metric']} {result['value']:.1%} on {result['n']} held-out problems", file=sys.stderr)
+        for name, value in result["detail"].items():
+            print(f"  {name} {value:.3f}", file=sys.stderr)
+    return result

@@ -1,0 +1,112 @@
+"""gyre: the command. In: argv. Out: an exit code; with --json, one JSON object as the last line of stdout, logs on
+stderr. Heavy imports wait until a command runs, so that --help answers at once. Caller: the shell.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gyre.cli.answer import answer
+
+app = typer.Typer(
+    name="gyre",
+    help="Train a language model by reinforcement learning, and use what comes out.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+ConfigPath = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run's config; see configs/.")]
+Target = Annotated[Path, typer.Argument(metavar="RUN|MODEL", help="A run folder, or a model folder in hub layout.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key, as in --set trainer.steps=10.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")]
+
+
+@app.command()
+def train(
+    config: Annotated[Path | None, typer.Argument(metavar="[RUN.toml]", help="The run's config; see configs/.")] = None,
+    set_: Overrides = None,
+    resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Go on with a stopped run, exactly.")] = None,
+    stage: Annotated[str, typer.Option(help="Which stages to run: all, cold_start or main.")] = "all",
+    check_goal: Annotated[bool, typer.Option("--check-goal", help="Fail when the run misses its [goal].")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="One line per step instead of the live panel.")] = False,
+    json: AsJson = False,
+) -> None:
+    """Run the stages of a config: cold start, then its objective."""
+    from gyre.cli.train import run_train
+
+    answer(
+        lambda: run_train(
+            config, set_ or [], resume=resume, stage=stage, check_goal=check_goal, plain=plain or json, quiet=json
+        ),
+        as_json=json,
+    )
+
+
+@app.command()
+def plan(config: ConfigPath, set_: Overrides = None, json: AsJson = False) -> None:
+    """Print sizes, batch numbers and the memory plan of a config. Starts nothing."""
+    from gyre.cli.plan import run_plan
+
+    answer(lambda: run_plan(config, set_ or [], quiet=json), as_json=json)
+
+
+@app.command(name="eval")
+def evaluate(
+    target: Target,
+    config: Annotated[Path | None, typer.Option(help="Config with data and rewards, for a model folder.")] = None,
+    set_: Overrides = None,
+    problems: Annotated[int, typer.Option(help="Held-out problems; 0 takes the config's number.")] = 0,
+    json: AsJson = False,
+) -> None:
+    """Measure accuracy on held-out problems."""
+    from gyre.cli.evaluate import run_eval
+
+    answer(lambda: run_eval(target, config, set_ or [], num_problems=problems, quiet=json), as_json=json)
+
+
+@app.command()
+def chat(
+    target: Target,
+    prompt: Annotated[str | None, typer.Option(help="Ask this once and leave, instead of a conversation.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Tokens per answer at most.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Decides every draw.")] = 0,
+    json: AsJson = False,
+) -> None:
+    """Talk to a model; its words appear as they are chosen."""
+    from gyre.cli.chat import run_chat
+
+    answer(
+        lambda: run_chat(target, prompt, max_tokens=max_tokens, temperature=temperature, seed=seed, quiet=json),
+        as_json=json,
+    )
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, finished or not.")], json: AsJson = False
+) -> None:
+    """Write RUN/report.html: curves, phases, memory, rollouts, everything counted."""
+    from gyre.cli.report import run_report
+
+    answer(lambda: run_report(run, quiet=json), as_json=json)
+
+
+@app.command()
+def doctor(json: AsJson = False) -> None:
+    """Say what this machine can run, and why not."""
+    from gyre.cli.doctor import run_doctor
+
+    answer(lambda: run_doctor(quiet=json), as_json=json)
+
+
+def main() -> None:
+    """Entry point of the `gyre` command."""
+    app()

@@ -1,0 +1,20 @@
+"""gyre report. In: a run folder. Out: the path of its page. Caller: cli.main."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gyre.core.errors import InputError
+
+
+def run_report(run: Path, *, quiet: bool) -> Mapping[str, Any]:
+    if not (run / "events.jsonl").is_file():
+        raise InputError(f"{run} is no run folder: it has no events.jsonl", hint="give a folder under runs/")
+    from gyre.observe.report import write_report
+
+    path = write_report(run)
+    if not quiet:
+        print(path)
+    return {"report": str(path)}

@@ -1,0 +1,40 @@
+"""gyre train. In: a config or a run folder to go on with. Out: what the run came to. Caller: cli.main."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gyre.core.errors import ConfigError
+
+STAGES = ("all", "cold_start", "main")
+
+
+def run_train(
+    config: Path | None,
+    overrides: list[str],
+    *,
+    resume: Path | None,
+    stage: str,
+    check_goal: bool,
+    plain: bool,
+    quiet: bool,
+) -> Mapping[str, Any]:
+    if stage not in STAGES:
+        raise ConfigError(f"--stage {stage}: accepted are {', '.join(STAGES)}")
+    if (config is None) == (resume is None):
+        raise ConfigError(
+            "gyre train needs a config, or --resume RUN, and not both", hint="gyre train configs/arith_grpo_cpu.toml"
+        )
+    if resume is not None and (overrides or stage != "all"):
+        raise ConfigError("--resume goes on with the run as it was", hint="leave out --set and --stage")
+    from gyre.wire import train
+
+    result = train(config, overrides, resume=resume, stage=stage, plain=plain)
+    goal = result.get("goal")
+    if goal is not None and not quiet:
+        print(goal["verdict"], file=sys.stderr)
+    missed = check_goal and (goal is None or not goal["reached"])
+    return {**result, "goal_missed": True} if missed else result

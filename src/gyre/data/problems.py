@@ -1,0 +1,90 @@
+"""Problem: one row or one procedural problem before it is rendered, and the split into training and held-out (pure).
+
+In: problems in file order. Out: `Split`. The split looks at the prompt's text alone: not at the seed, the order, the
+tokenizer or the template, so that no run and no objective trains on a prompt that another one is tested on.
+Callers: rows, tasks, sources, examples, pairs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gyre.core.seeds import derive_seed
+
+Prompting = str | tuple[Mapping[str, str], ...]  # a text of the user, or a conversation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """What a source yields."""
+
+    where: str  # "file:line" or "task:index", for messages
+    prompt: Prompting
+    task: Mapping[str, Any]  # becomes Prompt.task; JSON-able
+    fields: Mapping[str, Any]  # the whole row, for responses and pairs; empty for procedural problems
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """Problems in source order, no prompt in both."""
+
+    train: tuple[Problem, ...]
+    held_out: tuple[Problem, ...]
+    num_duplicates: int  # dropped: equal to an earlier one
+    num_overlapping: int  # dropped from train: prompt is in the held-out file
+
+
+def prompt_key(prompt: Prompting) -> str:
+    """The prompt's text without differences of white space: equal keys are the same prompt."""
+    text = prompt if isinstance(prompt, str) else json.dumps([dict(m) for m in prompt], sort_keys=True)
+    return " ".join(text.split())
+
+
+def is_held_out(key: str, fraction: float) -> bool:
+    """True for `fraction` of all keys."""
+    return derive_seed("held_out", key) < fraction * 2**63
+
+
+def by_prompt(problem: Problem) -> Hashable:
+    """Two problems with the same prompt are one."""
+    return prompt_key(problem.prompt)
+
+
+def split_by_hash(problems: Iterable[Problem], fraction: float, identity: Callable[[Problem], Hashable]) -> Split:
+    """Drop repeated ones, then divide by the hash of the prompt."""
+    kept, num_duplicates = _without_repeats(problems, identity)
+    flags = [is_held_out(prompt_key(problem.prompt), fraction) for problem in kept]
+    return Split(
+        train=tuple(p for p, held_out in zip(kept, flags, strict=True) if not held_out),
+        held_out=tuple(p for p, held_out in zip(kept, flags, strict=True) if held_out),
+        num_duplicates=num_duplicates,
+        num_overlapping=0,
+    )
+
+
+def split_by_file(
+    train: Iterable[Problem], held_out: Iterable[Problem], identity: Callable[[Problem], Hashable]
+) -> Split:
+    """Two given files; a prompt in both stays held out."""
+    kept, train_duplicates = _without_repeats(train, identity)
+    tested, test_duplicates = _without_repeats(held_out, identity)
+    keys = {prompt_key(problem.prompt) for problem in tested}
+    unseen = tuple(problem for problem in kept if prompt_key(problem.prompt) not in keys)
+    return Split(
+        train=unseen,
+        held_out=tuple(tested),
+        num_duplicates=train_duplicates + test_duplicates,
+        num_overlapping=len(kept) - len(unseen),
+    )
+
+
+def _without_repeats(problems: Iterable[Problem], identity: Callable[[Problem], Hashable]) -> tuple[list[Problem], int]:
+    first: dict[Hashable, Problem] = {}
+    count = 0
+    for problem in problems:
+        first.setdefault(identity(problem), problem)
+        count += 1
+    return list(first.values()), count - len(first)

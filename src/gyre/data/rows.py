@@ -1,0 +1,211 @@
+"""Rows: JSONL, parquet and `datasets` become problems. In: a path and field names. Out: `Problem`s, or an InputError
+that names file and line, what the row has and what was needed. Caller: sources.
+
+Every field of a row that is not the prompt, the answer or a response lands in `Problem.task` (tests, level, …).
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from gyre.core.errors import ConfigError, InputError
+from gyre.data.config import DataConfig
+from gyre.data.problems import Problem, Prompting
+
+Row = tuple[str, dict[str, Any]]  # where, fields
+
+
+def read_rows(config: DataConfig, *, held_out: bool = False) -> Iterator[Row]:
+    """Yield (where, row) in file order. `held_out` reads held_out_path or held_out_split instead."""
+    if config.source == "datasets":
+        return _dataset_rows(config, config.held_out_split if held_out else config.split)
+    path = Path(config.held_out_path if held_out else config.path).expanduser()
+    if not path.is_file():
+        raise InputError(
+            f"data file {path} {'is not a file' if path.exists() else 'does not exist'}",
+            hint=f"check data.{'held_out_path' if held_out else 'path'}; it is relative to where gyre was started",
+        )
+    return _jsonl_rows(path) if config.source == "jsonl" else _parquet_rows(path)
+
+
+def to_problems(rows: Iterable[Row], config: DataConfig, *, with_answers: bool) -> Iterator[Problem]:
+    """Take the prompt, and with `with_answers` the answer, out of each row."""
+    try:
+        pattern = re.compile(config.answer_pattern) if config.answer_pattern else None
+    except re.error as error:
+        raise ConfigError(
+            f"data.answer_pattern = {config.answer_pattern!r} is not a regular expression: {error}",
+            hint=r"for GSM8K use '#### (.+)'",
+        ) from error
+    named = (config.prompt_field, config.answer_field, config.response_field)
+    taken = {*named, config.chosen_field, config.rejected_field}
+    for where, row in rows:
+        task = {name: as_json(value) for name, value in row.items() if name not in taken}
+        if with_answers and config.answer_field:
+            answer = need(row, config.answer_field, where, "answer_field", '; "" if no reward needs an answer')
+            task["answer"] = _extract(answer, pattern, where, config)
+        prompt = read_prompt(need(row, config.prompt_field, where, "prompt_field"), where, config.prompt_field)
+        yield Problem(where=where, prompt=prompt, task=task, fields=row)
+
+
+def need(row: Mapping[str, Any], field: str, where: str, key: str, also: str = "") -> Any:
+    """The value of a field that must be there and not null."""
+    if row.get(field) is None:
+        state = "is null" if field in row else "is missing"
+        raise InputError(
+            f"{where}: field '{field}' {state}; the row has {', '.join(row) or 'no fields'}",
+            hint=f"set data.{key} to the field that holds it{also}, or repair the row",
+        )
+    return row[field]
+
+
+def read_prompt(value: Any, where: str, field: str) -> Prompting:
+    if isinstance(value, str) and value.strip():
+        return value
+    if isinstance(value, list) and value and all(_is_message(item) for item in value):
+        return tuple({"role": item["role"], "content": item["content"]} for item in value)
+    raise InputError(
+        f"{where}: field '{field}' holds {_short(value)}; need a text or a list of messages",
+        hint='a message is {"role": "user", "content": "…"}; empty prompts are refused',
+    )
+
+
+def read_response(row: Mapping[str, Any], field: str, where: str, key: str) -> str:
+    """A response: a text, or a conversation whose last message is the assistant's."""
+    value = need(row, field, where, key)
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and value and _is_message(value[-1]) and value[-1]["role"] == "assistant":
+        return value[-1]["content"]
+    raise InputError(
+        f"{where}: field '{field}' holds {_short(value)}; need a text or messages that end with the assistant's",
+        hint=f"set data.{key} to the field with the response, or repair the row",
+    )
+
+
+def as_json(value: Any) -> Any:
+    """The value as JSON has it: tuples become lists, numpy numbers plain ones, anything else its text."""
+    if isinstance(value, Mapping):
+        return {str(name): as_json(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_json(item) for item in value]
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    tolist = getattr(value, "tolist", None)  # numpy scalars and arrays
+    return as_json(tolist()) if callable(tolist) else str(value)
+
+
+def _is_message(item: Any) -> bool:
+    return isinstance(item, dict) and isinstance(item.get("role"), str) and isinstance(item.get("content"), str)
+
+
+def _extract(answer: Any, pattern: re.Pattern[str] | None, where: str, config: DataConfig) -> Any:
+    if pattern is None:
+        return as_json(answer)
+    matches = list(pattern.finditer(str(answer)))
+    if not matches:
+        raise InputError(
+            f"{where}: data.answer_pattern {config.answer_pattern!r} is not found in field '{config.answer_field}', "
+            f"which holds {_short(answer)}",
+            hint=r"correct the pattern ('#### (.+)' for GSM8K) or the row",
+        )
+    return matches[-1].group(1 if pattern.groups else 0).strip()
+
+
+def _jsonl_rows(path: Path) -> Iterator[Row]:
+    number = 0
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield f"{path}:{number}", _parse_line(line, f"{path}:{number}")
+    except (OSError, EOFError, zlib.error) as error:
+        raise InputError(
+            f"{path}: unreadable after line {number}: {error}", hint="the file is cut, damaged or not yours to read"
+        ) from error
+
+
+def _parse_line(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise InputError(
+            f"{where}: not a JSON object in UTF-8: {error}; the line begins {line[:60]!r}",
+            hint="JSONL has one JSON object a line; a JSON array or a pretty-printed file must be converted",
+        ) from error
+    if b"\\ud" in line.lower():  # half of a surrogate pair is valid JSON and no text
+        try:
+            json.dumps(row, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise InputError(
+                f"{where}: the row holds half a surrogate pair, which is no character",
+                hint="an emoji was cut in its JSON escapes; write the file again as UTF-8",
+            ) from error
+    if not isinstance(row, dict):
+        raise InputError(
+            f"{where}: need a JSON object with named fields, got {_short(row)}", hint="JSONL has one object a line"
+        )
+    return row
+
+
+def _parquet_rows(path: Path) -> Iterator[Row]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise InputError("parquet files need pyarrow", hint='pip install "gyre-rl[data]"') from error
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=1024):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path}:{number}", row
+    except (pyarrow.ArrowException, OSError) as error:
+        raise InputError(
+            f"{path}: not readable as parquet after row {number}: {error}", hint="the file is cut or of another format"
+        ) from error
+
+
+def _dataset_rows(config: DataConfig, split: str) -> Iterator[Row]:
+    try:
+        import datasets
+        from datasets.exceptions import DatasetsError
+    except ImportError as error:
+        raise InputError('data.source = "datasets" needs the library', hint='pip install "gyre-rl[data]"') from error
+    path = Path(config.path).expanduser()
+    try:
+        if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+            found = datasets.load_from_disk(str(path))
+        else:
+            found = datasets.load_dataset(config.path, config.name or None)
+    except (OSError, ValueError, DatasetsError) as error:
+        raise InputError(
+            f"data set {config.path} cannot be loaded: {str(error).strip().splitlines()[0]}",
+            hint="check data.path and data.name; a hub name needs network access or a filled cache",
+        ) from error
+    if isinstance(found, dict):
+        if split not in found:
+            raise InputError(
+                f"data set {config.path} has no split '{split}'; it has {', '.join(map(str, found))}",
+                hint="set data.split or data.held_out_split to one of these",
+            )
+        found = found[split]
+    elif split != config.split:
+        raise InputError(
+            f"data set {config.path} has no splits, so none is called '{split}'",
+            hint="leave data.held_out_split empty and use data.held_out_fraction",
+        )
+    for number, row in enumerate(found, start=1):
+        yield f"{config.path}[{split}]:{number}", dict(row)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"

@@ -1,0 +1,179 @@
+"""Paged attention: the KV pool, and attention of one step over it. In: a StepLayout. Out: `attend` for the decoder.
+Caller: runner.
+
+Writes the step's keys and values to their slots, gathers each bucket's pages once, and attends by two batched
+products, with the mask and the scale inside the first. Long prompts go through the fused SDPA instead, which never
+holds the scores. The same code serves CPU and CUDA.
+"""
+
+# T tokens, B sequences of a bucket, Q queries and L keys per sequence, H heads, K kv heads, G = H / K, D head dim
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gyre.engine.layout import Bucket, StepLayout
+
+FUSED_QUERIES = 128  # from this many queries per sequence the scores are not held but fused
+
+
+class KvPool:
+    """KV pages of all layers. Page 0 stays zero. Its tensors keep their identity when the bytes move away."""
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_pages: int,
+        num_kv_heads: int,
+        page_tokens: int,
+        head_dim: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        shape = (num_layers, num_pages + 1, 2, num_kv_heads, page_tokens, head_dim)
+        self.tensor = torch.zeros(shape, device=device, dtype=dtype)
+        self.num_kv_heads, self.page_tokens = num_kv_heads, page_tokens
+        self._slots = [layer.view(-1, head_dim) for layer in self.tensor]  # rows that take writes
+        self._planes = [layer.view(-1, page_tokens * head_dim) for layer in self.tensor]  # rows that are gathered
+
+    def write(self, layer: int, k_TKD: Tensor, v_TKD: Tensor, write_2TK: Tensor) -> None:
+        self._slots[layer].index_put_((write_2TK[0],), k_TKD)
+        self._slots[layer].index_put_((write_2TK[1],), v_TKD)
+
+    def gather(self, layer: int, gather: Tensor) -> Tensor:
+        return self._planes[layer].index_select(0, gather)
+
+    def copy_pages(self, copies: tuple[tuple[int, int], ...]) -> None:
+        """Copy whole pages, all layers at once."""
+        pairs = torch.tensor(copies, device=self.tensor.device)
+        self.tensor.index_copy_(1, pairs[:, 1], self.tensor.index_select(1, pairs[:, 0]))
+
+    def zero_pages(self, pages: np.ndarray) -> None:
+        self.tensor.index_fill_(1, torch.tensor(pages, device=self.tensor.device, dtype=torch.int64), 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BucketPlan:
+    """One bucket's tensors, the same for every layer."""
+
+    bucket: Bucket
+    gather: Tensor  # int64
+    pad_BQ: (
+        Tensor | None
+    )  # int64, the token at each place (the bucket's first where padded); None when nothing is padded
+    unpad_T: Tensor | None  # int64, the place of each token
+    mask: Tensor | None  # added to the scores: [B·K, Q or 1, L] for batched products, [B, 1, Q, L] for fused
+
+
+def plan_bucket(
+    bucket: Bucket, *, group: int, num_kv_heads: int, device: torch.device, dtype: torch.dtype
+) -> BucketPlan:
+    pad_BQ = unpad_T = None
+    if bucket.is_padded:
+        place_Q = np.arange(bucket.queries)
+        real_BQ = place_Q < bucket.counts_B[:, None]
+        first_B = np.cumsum(bucket.counts_B) - bucket.counts_B
+        pad_BQ = to_device(np.where(real_BQ, first_B[:, None] + place_Q, 0), device)
+        unpad_T = to_device(np.flatnonzero(real_BQ), device)
+    return BucketPlan(
+        bucket=bucket,
+        gather=to_device(bucket.gather, device),
+        pad_BQ=pad_BQ,
+        unpad_T=unpad_T,
+        mask=_make_mask(bucket, group, num_kv_heads, device, dtype),
+    )
+
+
+def _make_mask(
+    bucket: Bucket, group: int, num_kv_heads: int, device: torch.device, dtype: torch.dtype
+) -> Tensor | None:
+    """0 where a query may look, -inf where not. Padded queries see what their place implies; nobody reads them."""
+    fused = is_fused(bucket)
+    if fused and not bucket.start_B.any():
+        return None  # plain causal: real keys come before padded ones
+    key_L = torch.arange(bucket.keys, device=device)
+    start_B11 = to_device(bucket.start_B, device)[:, None, None]
+    seen_BQL = key_L <= start_B11 + torch.arange(bucket.queries, device=device)[:, None]
+    mask_BQL = torch.zeros(seen_BQL.shape, device=device, dtype=dtype).masked_fill_(~seen_BQL, float("-inf"))
+    if fused:
+        return mask_BQL[:, None]
+    if bucket.queries == 1:
+        return mask_BQL.repeat_interleave(num_kv_heads, dim=0)
+    wide = mask_BQL[:, None, None].expand(bucket.batch, num_kv_heads, group, bucket.queries, bucket.keys)
+    return wide.reshape(bucket.batch * num_kv_heads, group * bucket.queries, bucket.keys)
+
+
+def is_fused(bucket: Bucket) -> bool:
+    return bucket.queries >= FUSED_QUERIES
+
+
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def make_attend(
+    pool: KvPool, layout: StepLayout, *, num_heads: int, device: torch.device, dtype: torch.dtype
+) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
+    """Return `attend(layer, q_THD, k_TKD, v_TKD) -> out_THD` for one step."""
+    group = num_heads // pool.num_kv_heads
+    write_2TK = to_device(layout.write_2TK, device)
+    plans = [
+        plan_bucket(bucket, group=group, num_kv_heads=pool.num_kv_heads, device=device, dtype=dtype)
+        for bucket in layout.buckets
+    ]
+
+    def attend(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        pool.write(layer, k_TKD, v_TKD, write_2TK)
+        if len(plans) == 1:
+            return _attend_bucket(pool, layer, plans[0], q_THD)
+        out_THD = torch.empty_like(q_THD)
+        for plan in plans:
+            span = slice(plan.bucket.first_token, plan.bucket.first_token + plan.bucket.num_tokens)
+            out_THD[span] = _attend_bucket(pool, layer, plan, q_THD[span])
+        return out_THD
+
+    return attend
+
+
+def _attend_bucket(pool: KvPool, layer: int, plan: BucketPlan, q_THD: Tensor) -> Tensor:
+    bucket, num_kv, (_, num_heads, head_dim) = plan.bucket, pool.num_kv_heads, q_THD.shape
+    batch, queries, group = bucket.batch, bucket.queries, num_heads // num_kv
+    kv = pool.gather(layer, plan.gather).view(2, batch * num_kv, bucket.keys, head_dim)
+    padded = q_THD if plan.pad_BQ is None else q_THD[plan.pad_BQ.view(-1)]
+    if queries == 1:
+        q = padded.view(batch * num_kv, group, head_dim)
+        out = _attend_products(q, kv, plan.mask, head_dim).view(batch, num_heads, head_dim)
+    elif not is_fused(bucket):
+        q_BKGQD = padded.view(batch, queries, num_kv, group, head_dim).permute(0, 2, 3, 1, 4)
+        q = q_BKGQD.reshape(batch * num_kv, group * queries, head_dim)
+        out_BKGQD = _attend_products(q, kv, plan.mask, head_dim).view(batch, num_kv, group, queries, head_dim)
+        out = out_BKGQD.permute(0, 3, 1, 2, 4).reshape(-1, num_heads, head_dim)
+    else:
+        out = _attend_fused(padded.view(batch, queries, num_heads, head_dim), kv, plan.mask)
+    return out if plan.unpad_T is None else out[plan.unpad_T]
+
+
+def _attend_products(q: Tensor, kv: Tensor, mask: Tensor | None, head_dim: int) -> Tensor:
+    """q [B·K, G·Q, D] and kv [2, B·K, L, D]: two batched products around a softmax."""
+    assert mask is not None
+    scores = torch.baddbmm(mask, q, kv[0].transpose(1, 2), alpha=head_dim**-0.5)
+    return torch.bmm(torch.softmax(scores, dim=-1), kv[1])
+
+
+def _attend_fused(q_BQHD: Tensor, kv: Tensor, mask: Tensor | None) -> Tensor:
+    batch, queries, num_heads, head_dim = q_BQHD.shape
+    keys_BKLD, values_BKLD = kv.view(2, batch, -1, kv.shape[2], head_dim)
+    if mask is None:
+        keys_BKLD, values_BKLD = keys_BKLD[:, :, :queries], values_BKLD[:, :, :queries]
+    out_BHQD = F.scaled_dot_product_attention(
+        q_BQHD.transpose(1, 2), keys_BKLD, values_BKLD, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+    )
+    return out_BHQD.transpose(1, 2).reshape(-1, num_heads, head_dim)

@@ -1,0 +1,190 @@
+"""Front desk: the event loop's side of the engine. In: admitted requests. Out: their streams, fed by a pump.
+
+One pump task runs bursts on the compute thread as long as a request is unanswered. Requests accepted without an await
+between them reach the cycle together, in order, so such a run is deterministic. Streams and what is incoming are
+touched on the event loop's thread only, the cycle on the compute thread only. Caller: native.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TypeVar
+
+from gyre.core.errors import DeadlineError
+from gyre.core.records import Request, TokenChunk
+from gyre.engine.streams import TokenStream, end_chunk
+
+Result = TypeVar("Result")
+LOOK_AGAIN_S = 0.05  # while nothing can run, for the deadlines of those that wait
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admitted:
+    """A request that will be answered."""
+
+    request: Request
+    deadline_at: float | None  # by the engine's clock
+
+
+class Desk:
+    """`burst(batch)` takes requests in, runs some steps and returns chunks; `blocked()` says why no step can run."""
+
+    def __init__(
+        self,
+        *,
+        compute: Executor,
+        burst: Callable[[Sequence[Admitted]], list[TokenChunk]],
+        blocked: Callable[[], str | None],
+        emit: Callable[..., None],
+    ) -> None:
+        self._compute, self._burst, self._blocked, self._emit = compute, burst, blocked, emit
+        self.failure = ""  # why the cycle broke
+        self.in_a_hurry = False  # somebody waits for the compute thread: a burst should end after its step
+        self._streams: dict[str, TokenStream] = {}  # unanswered requests
+        self._incoming: list[Admitted] = []  # not in the cycle yet
+        self._held = False
+        self._pump_task: asyncio.Task[None] | None = None
+        self._poked: asyncio.Event | None = None
+        self._waiters: list[tuple[asyncio.Future[None], Callable[[], bool]]] = []
+
+    # -- requests
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._streams)
+
+    @property
+    def num_completions(self) -> int:
+        """Unanswered completions."""
+        return sum(len(stream.unfinished) for stream in self._streams.values())
+
+    def knows(self, request_id: str) -> bool:
+        return request_id in self._streams
+
+    def accept(self, admitted: Admitted, stream: TokenStream) -> None:
+        self._streams[stream.request_id] = stream
+        self._incoming.append(admitted)
+        self.poke()
+
+    def is_drained(self) -> bool:
+        return not self._streams
+
+    def is_drained_inside(self) -> bool:
+        """Nothing is unanswered but what has not entered the cycle."""
+        return len(self._streams) == len(self._incoming)
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Keep what is incoming outside."""
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+            self.poke()
+
+    # -- work
+
+    def on_compute(self, work: Callable[[], Result]) -> Awaitable[Result]:
+        """Run on the compute thread, after the step that may be running."""
+        self.in_a_hurry = True
+        return asyncio.get_running_loop().run_in_executor(self._compute, work)
+
+    async def between_steps(
+        self,
+        add: Callable[[Sequence[Admitted]], list[TokenChunk]],
+        work: Callable[[], tuple[Result, list[TokenChunk]]],
+    ) -> Result:
+        """Run work on the cycle with every accepted request in it, and deliver its chunks."""
+        batch, self._incoming = self._incoming, []
+
+        def both() -> tuple[Result, list[TokenChunk]]:
+            added = add(batch)
+            result, chunks = work()
+            return result, added + chunks
+
+        result, chunks = await self.on_compute(both)
+        self._deliver(chunks)
+        return result
+
+    async def wait_until(self, is_done: Callable[[], bool], deadline_s: float) -> None:
+        """Wait until `is_done`, looked at after each delivery."""
+        if is_done():
+            return
+        entry = (asyncio.get_running_loop().create_future(), is_done)
+        self._waiters.append(entry)
+        try:
+            await by_deadline(entry[0], deadline_s, f"{self.num_requests} requests in flight")
+        finally:
+            self._waiters.remove(entry)
+
+    def poke(self) -> None:
+        """Something changed: a request came, or steps can run again."""
+        self.in_a_hurry = True
+        if self._poked is not None:
+            self._poked.set()
+        if self._streams and (self._pump_task is None or self._pump_task.done()):
+            self._pump_task = asyncio.get_running_loop().create_task(self._pump())
+
+    def poke_from_compute(self) -> None:
+        task = self._pump_task
+        if task is not None and not task.done() and not task.get_loop().is_closed():
+            task.get_loop().call_soon_threadsafe(self.poke)
+
+    def fail(self, error: Exception) -> None:
+        """The cycle broke: answer everyone; no work until a restart."""
+        self.failure = f"{type(error).__name__}: {error}"
+        self._emit("engine.failed", error=self.failure, unanswered=len(self._streams))
+        self._incoming = []
+        self._deliver(
+            [
+                end_chunk(request_id, index, "abort", f"the engine failed: {self.failure}")
+                for request_id, stream in list(self._streams.items())
+                for index in stream.unfinished
+            ]
+        )
+
+    async def _pump(self) -> None:
+        """Waits for: the compute thread, or, when nothing can run, a poke. Woken by: accept, hold's end, moves.
+        Ends: when every request is answered."""
+        self._poked = asyncio.Event()
+        while self._streams:
+            self._poked.clear()
+            batch: list[Admitted] = []
+            if not self._held:
+                batch, self._incoming = self._incoming, []
+            self.in_a_hurry = False
+            loop = asyncio.get_running_loop()
+            try:
+                chunks = await loop.run_in_executor(self._compute, self._burst, batch)
+            except Exception as error:  # noqa: BLE001  whatever broke, every request gets its answer
+                self.fail(error)
+                return
+            self._deliver(chunks)
+            if not chunks and (self._held or self._blocked() is not None):
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._poked.wait(), LOOK_AGAIN_S)
+
+    def _deliver(self, chunks: Sequence[TokenChunk]) -> None:
+        for chunk in chunks:
+            stream = self._streams[chunk.request_id]
+            stream.push(chunk)
+            if not stream.unfinished:
+                del self._streams[chunk.request_id]
+        for future, is_done in self._waiters:
+            if not future.done() and is_done():
+                future.set_result(None)
+
+
+async def by_deadline(work: asyncio.Future[Result], deadline_s: float, what: str) -> Result:
+    """Wait for work that goes on by itself when the deadline passes."""
+    done, _ = await asyncio.wait({work}, timeout=deadline_s)
+    if not done:
+        raise DeadlineError(
+            f"the engine waited {deadline_s:g} s for {what}", hint="raise the deadline, or interrupt or abort"
+        )
+    return work.result()

@@ -1,0 +1,97 @@
+"""Engine memory: `engine.kv` and, unless shared, `engine.weights`, as components that move between tiers.
+
+In: config, decoder. Out: the KV pool, and the MemoryTenant's three answers. Caller: native, on the compute thread.
+The KV pool's tensor is made once; leaving the device frees its bytes and keeps its identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import psutil
+import torch
+
+from gyre.core.errors import InputError
+from gyre.core.records import Component, Tier, Usage
+from gyre.engine.attention import KvPool
+from gyre.engine.config import EngineConfig, plan_num_pages
+from gyre.models.decoder import Decoder
+from gyre.vram.pools import PoolTenant, StoragePool
+
+KV, WEIGHTS = "engine.kv", "engine.weights"
+
+
+def free_device_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available
+
+
+class EngineMemory:
+    """Sizes and places of what the engine holds."""
+
+    def __init__(
+        self, decoder: Decoder, config: EngineConfig, *, shared_weights: bool, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self._decoder, self._config, self._device, self._dtype = decoder, config, device, dtype
+        self._folder = Path(config.disk_folder) if config.disk_folder else None
+        spec = decoder.spec
+        self.num_pages = plan_num_pages(
+            config,
+            page_bytes=spec.kv_bytes_per_token(dtype) * config.page_tokens,
+            context_tokens=spec.context_tokens,
+            free_bytes=free_device_bytes(device),
+        )
+        self._kv_bytes = spec.kv_bytes_per_token(dtype) * config.page_tokens * (self.num_pages + 1)
+        self._pool: KvPool | None = None
+        self._tenant = PoolTenant([])
+        if not shared_weights:
+            tensors = {name: parameter.detach() for name, parameter in decoder.named_parameters()}
+            self._tenant.add(StoragePool(WEIGHTS, tensors, folder=self._folder, device=device))
+
+    def provide_kv(self) -> KvPool:
+        """Return the KV pool with its bytes on the device, made on the first call."""
+        if self._pool is None:
+            spec = self._decoder.spec
+            self._pool = KvPool(
+                num_layers=spec.num_layers,
+                num_pages=self.num_pages,
+                num_kv_heads=spec.num_kv_heads,
+                page_tokens=self._config.page_tokens,
+                head_dim=spec.head_dim,
+                device=self._device,
+                dtype=self._dtype,
+            )
+            self._tenant.add(StoragePool(KV, {"kv": self._pool.tensor}, folder=self._folder, device=self._device))
+        self._tenant.move([KV], "device")
+        return self._pool
+
+    def tier(self, name: str) -> Tier:
+        return next(component.tier for component in self.components() if component.name == name)
+
+    def refuse_unknown(self, names: Sequence[str]) -> None:
+        known = [component.name for component in self.components()]
+        for name in names:
+            if name not in known:
+                raise InputError(f"the engine has no component '{name}' (accepted: {', '.join(known)})")
+
+    def components(self) -> Sequence[Component]:
+        made = list(self._tenant.components())
+        if self._pool is None:
+            tiers: tuple[Tier, ...] = ("device", "host", "disk", "none") if self._folder else ("device", "host", "none")
+            made.append(Component(name=KV, size_bytes=self._kv_bytes, tier="none", tiers=tiers))
+        return made
+
+    def move(self, name: str, tier: Tier) -> None:
+        if name == KV and self._pool is None:
+            if tier == "device":
+                self.provide_kv()
+                return
+            if tier == "none":
+                return
+        self._tenant.move([name], tier)
+
+    def measure(self) -> Mapping[str, Usage]:
+        nothing = {KV: Usage(device_bytes=0, host_bytes=0, disk_bytes=0)}
+        return {**nothing, **self._tenant.measure()}

@@ -1,0 +1,280 @@
+"""NativeEngine: the engine's three contracts on one object. In: Requests, manifests, moves. Out: TokenChunks.
+Implements RolloutEngine, EngineLifecycle and MemoryTenant out of the parts of this room. Callers: loop and cli,
+through wire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from typing import Any
+
+import torch
+
+from gyre.core.contracts import CommitPolicy
+from gyre.core.errors import InputError
+from gyre.core.records import Component, EngineStats, Health, Manifest, Partial, Request, Tier, TokenChunk, Usage
+from gyre.engine.admission import Limits, find_refusal
+from gyre.engine.config import EngineConfig
+from gyre.engine.cycle import Cycle, Decodes
+from gyre.engine.desk import Admitted, Desk, by_deadline
+from gyre.engine.memory import KV, WEIGHTS, EngineMemory
+from gyre.engine.roster import Counters, Roster
+from gyre.engine.runner import Runner
+from gyre.engine.streams import TokenStream, end_chunk
+from gyre.engine.weights import EngineWeights
+from gyre.models.decoder import Decoder
+
+
+class NativeEngine:
+    """Tokens in, tokens out, on a given decoder. `shared_weights` says that the decoder is the trainer's own."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        config: EngineConfig,
+        tokenizer: Decodes | None = None,
+        *,
+        compute: Executor,
+        emit: Callable[..., None],
+        device: torch.device,
+        dtype: torch.dtype,
+        version: int = 0,
+        shared_weights: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._decoder, self._config, self._tokenizer = decoder, config, tokenizer
+        self._emit, self._clock, self._device, self._dtype = emit, clock, device, dtype
+        self._weights = EngineWeights(decoder, shared=shared_weights, version=version, device=device, emit=emit)
+        self._memory = EngineMemory(decoder, config, shared_weights=shared_weights, device=device, dtype=dtype)
+        self._desk = Desk(compute=compute, burst=self._burst, blocked=self._why_blocked, emit=emit)
+        self._limits = Limits(
+            vocab_size=decoder.spec.vocab_size,
+            context_tokens=decoder.spec.context_tokens,
+            cache_tokens=self._memory.num_pages * config.page_tokens,
+            can_decode=tokenizer is not None,
+        )
+        self._cycle: Cycle | None = None  # None while not started
+        self._terminating = False
+        self._refused = 0
+
+    # -- RolloutEngine
+
+    def submit(self, request: Request) -> TokenStream:
+        """Enqueue at once and return the stream. Must be called on a running event loop."""
+        stream = TokenStream(request.request_id, max(1, request.sampling.n), self.abort)
+        reason = self._why_refuse(request)
+        if reason is None:
+            deadline_at = None if request.deadline_s is None else self._clock() + request.deadline_s
+            self._desk.accept(Admitted(request=request, deadline_at=deadline_at), stream)
+        else:
+            self._refused += 1
+            self._emit("engine.refused", request_id=request.request_id, reason=reason)
+            for index in stream.unfinished:
+                stream.push(end_chunk(request.request_id, index, "refused", reason))
+        return stream
+
+    async def abort(self, request_id: str) -> None:
+        cycle = self._cycle
+        if cycle is not None and self._desk.knows(request_id):
+            await self._desk.between_steps(self._add, lambda: ((), cycle.abort(request_id, "aborted by the caller")))
+
+    async def interrupt(self, *, deadline_s: float) -> Mapping[str, tuple[Partial, ...]]:
+        cycle = self._cycle
+        if cycle is None:
+            return {}
+        work = asyncio.ensure_future(self._desk.between_steps(self._add, cycle.interrupt))
+        return await by_deadline(work, deadline_s, "the compute thread to finish its step")
+
+    async def stats(self) -> EngineStats:
+        roster = None if self._cycle is None else self._cycle.roster
+        counters = Counters() if roster is None else roster.counters
+        running = 0 if roster is None else roster.rows.num_active
+        return EngineStats(
+            running=running,
+            waiting=max(0, self._desk.num_completions - running),
+            prompt_tokens=counters.prompt_tokens,
+            prefix_hit_tokens=counters.prefix_hit_tokens,
+            generated_tokens=counters.generated_tokens,
+            preemptions=counters.preemptions,
+            refused=self._refused,
+            steps=counters.steps,
+            pages_used=0 if roster is None else roster.pages.num_used,
+            pages_total=self._memory.num_pages,
+            version=self._weights.version,
+        )
+
+    async def health(self) -> Health:
+        reason = self._why_blocked()
+        return Health(ok=reason is None, reason=reason or "")
+
+    async def drain(self, *, deadline_s: float) -> None:
+        await self._desk.wait_until(self._desk.is_drained, deadline_s)
+
+    # -- EngineLifecycle
+
+    async def start(self, *, dummy: bool) -> None:
+        """Allocate KV. With `dummy` no work is taken until a commit; shared weights are left as they are."""
+        await self._desk.on_compute(lambda: self._start(dummy))
+
+    async def prepare(self, manifest: Manifest, source: Mapping[str, Any]) -> None:
+        self._need_started("prepare")
+        await self._desk.on_compute(lambda: self._weights.prepare(manifest, source))
+
+    async def commit(self, version: int, *, policy: CommitPolicy) -> None:
+        """drain: requests in flight end first, later ones wait. keep_prefix: those in flight are computed again under
+        the new version. continue: they go on with the KV that they have. The latter two change between two steps."""
+        self._need_started("commit")
+        if not self._weights.is_prepared(version):
+            if version == self._weights.version and not self._weights.is_dummy:
+                return  # committed before
+            raise InputError(f"version {version} is not prepared", hint="call prepare with its manifest first")
+        if policy != "drain":
+            await self._desk.on_compute(lambda: self._commit(version, policy))
+            return
+        with self._desk.hold():
+            await self._desk.wait_until(self._desk.is_drained_inside, self._config.drain_deadline_s)
+            await self._desk.on_compute(lambda: self._commit(version, policy))
+
+    async def rollback(self) -> None:
+        await self._desk.on_compute(self._weights.rollback)
+
+    async def terminate(self) -> None:
+        """Free everything. Requests in flight end with finish "abort". `start` makes it whole again."""
+        cycle = self._cycle
+        if cycle is None or self._terminating:
+            return
+        self._terminating = True
+        try:
+            if not self._desk.failure:
+                await self._desk.between_steps(self._add, lambda: ((), cycle.abort_all("the engine was terminated")))
+            await self._desk.on_compute(self._terminate)
+        finally:
+            self._terminating = False
+
+    # -- MemoryTenant (on the compute thread)
+
+    def components(self) -> Sequence[Component]:
+        return self._memory.components()
+
+    def move(self, names: Sequence[str], tier: Tier) -> None:
+        """Move components in order. KV that goes to "none" is computed again by whoever runs; weights that come back
+        from "none" are dummies until a commit."""
+        self._memory.refuse_unknown(names)
+        for name in names:
+            before = self._memory.tier(name)
+            if name == KV and tier == "none" and before != "none" and self._cycle is not None:
+                self._cycle.forget_kv("engine.kv left for tier none")
+            self._memory.move(name, tier)
+            if name == WEIGHTS and before == "none" and tier == "device":
+                self._weights.make_dummy()
+        self._desk.poke_from_compute()
+
+    def measure(self) -> Mapping[str, Usage]:
+        return self._memory.measure()
+
+    # -- on the compute thread
+
+    def _start(self, dummy: bool) -> None:
+        if self._cycle is not None and not self._desk.failure:
+            if self._weights.is_dummy == dummy:
+                return
+            raise InputError("the engine runs already", hint="terminate it before starting it another way")
+        if not self._weights.shared and self._memory.tier(WEIGHTS) == "none":
+            if not dummy:
+                raise InputError("the engine's weights were freed", hint="start(dummy=True), then prepare and commit")
+            self._memory.move(WEIGHTS, "device")
+        pool = self._memory.provide_kv()
+        if dummy:
+            self._weights.make_dummy()
+        config = self._config
+        self._cycle = Cycle(
+            Roster(
+                max_running=config.max_running,
+                num_pages=self._memory.num_pages,
+                page_tokens=config.page_tokens,
+                prefix_cache=config.prefix_cache,
+                emit=self._emit,
+            ),
+            Runner(self._decoder, pool, device=self._device, dtype=self._dtype),
+            token_budget=config.token_budget,
+            version=self._weights.version,
+            eos_ids=self._decoder.spec.eos_ids if self._tokenizer is None else self._tokenizer.eos_ids,
+            tokenizer=self._tokenizer,
+            clock=self._clock,
+        )
+        self._desk.failure = ""
+        self._emit("engine.started", dummy=dummy, version=self._weights.version, pages=self._memory.num_pages)
+
+    def _commit(self, version: int, policy: CommitPolicy) -> None:
+        assert self._cycle is not None
+        self._weights.commit(version)
+        self._cycle.change_version(version, recompute=policy == "keep_prefix", keep_cached=policy == "keep_prefix")
+        self._emit("engine.committed", version=version, policy=policy, shared=self._weights.shared)
+
+    def _terminate(self) -> None:
+        self._cycle = None
+        self._desk.failure = ""
+        self._weights.rollback()
+        self._memory.move(KV, "none")
+        if not self._weights.shared:
+            self._memory.move(WEIGHTS, "none")
+        self._emit("engine.terminated", version=self._weights.version)
+
+    def _add(self, batch: Sequence[Admitted]) -> list[TokenChunk]:
+        assert self._cycle is not None, "terminate answers every request before the cycle goes"
+        return [chunk for admitted in batch for chunk in self._cycle.add(admitted.request, admitted.deadline_at)]
+
+    def _burst(self, batch: Sequence[Admitted]) -> list[TokenChunk]:
+        """Take in the batch and run steps until something comes out, somebody waits, or enough were run."""
+        cycle = self._cycle
+        if cycle is None:
+            return []
+        chunks = self._add(batch)
+        for _ in range(self._config.burst_steps):
+            chunks += cycle.expire()
+            if cycle.is_idle or self._why_blocked() is not None:
+                break
+            chunks += cycle.step()
+            if chunks or self._desk.in_a_hurry:
+                break
+        return chunks
+
+    # -- reasons
+
+    def _why_refuse(self, request: Request) -> str | None:
+        if self._terminating:
+            return "the engine is being terminated"
+        if blocked := self._why_blocked():
+            return blocked
+        if self._desk.knows(request.request_id):
+            return f"request id '{request.request_id}' is in flight already"
+        if reason := find_refusal(request, self._limits):
+            return reason
+        running, queued = self._config.max_running, self._config.max_queued
+        if self._desk.num_completions + request.sampling.n > running + queued:
+            return (
+                f"the queue is full: {self._desk.num_completions} completions are unanswered and {running} + {queued} "
+                "(engine.max_running + engine.max_queued) fit"
+            )
+        return None
+
+    def _why_blocked(self) -> str | None:
+        """Return why no step can run now, or None."""
+        if self._desk.failure:
+            return f"the engine failed: {self._desk.failure}; terminate and start it again"
+        if self._cycle is None:
+            return "the engine is not started"
+        if self._weights.is_dummy:
+            return "the engine runs on dummy weights; prepare and commit a version first"
+        if not self._weights.present:
+            return "the weights are not on the device; move them there first"
+        if self._memory.tier(KV) != "device":
+            return f"engine.kv is on tier '{self._memory.tier(KV)}'; move it to the device first"
+        return None
+
+    def _need_started(self, what: str) -> None:
+        if self._cycle is None:
+            raise InputError(f"{what} needs a started engine", hint="call start first")

@@ -1,0 +1,165 @@
+"""Sequences: one completion each, and the states it goes through. In: an admitted Request. Out: its Sequences, and
+TokenChunks cut from what they chose. Pure. Callers: roster, scheduler, settle, cycle.
+
+    waiting → prefilling → decoding → finished
+       ↑          ╰────┬───────╯
+       ╰── preempted ──╯            (any state may end in finished: abort, deadline, interrupt)
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+
+from gyre.core.records import Finish, Partial, Request, Support, TokenChunk
+from gyre.engine.draws import draw_key
+from gyre.engine.prefix import BlockKey
+
+
+class State(enum.Enum):
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+_NEXT = {
+    State.WAITING: {State.PREFILLING, State.DECODING, State.FINISHED},  # straight to decoding: forked from a sibling
+    State.PREFILLING: {State.DECODING, State.PREEMPTED, State.FINISHED},
+    State.DECODING: {State.PREEMPTED, State.FINISHED},
+    State.PREEMPTED: {State.PREFILLING, State.FINISHED},
+    State.FINISHED: set(),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """What a completion has chosen so far, while it holds no row."""
+
+    tokens: np.ndarray  # int32 [C]
+    logprobs: np.ndarray  # float32 [C]
+    raw_logprobs: np.ndarray  # float32 [C]
+    versions: np.ndarray  # int32 [C]
+
+
+NOTHING_CHOSEN = Chosen(
+    tokens=np.empty(0, np.int32),
+    logprobs=np.empty(0, np.float32),
+    raw_logprobs=np.empty(0, np.float32),
+    versions=np.empty(0, np.int32),
+)
+
+
+class Sequence:
+    """One completion of a request. Lives in the roster; its growing arrays lie in its row while it runs."""
+
+    __slots__ = (
+        "arrival",
+        "chosen",
+        "emitted",
+        "followers",
+        "index",
+        "key",
+        "keys",
+        "keys_root",
+        "request",
+        "row",
+        "state",
+        "stop_ids",
+        "supports",
+    )
+
+    def __init__(self, request: Request, index: int, *, arrival: int, stop_ids: tuple[int, ...]) -> None:
+        self.request, self.index, self.arrival, self.stop_ids = request, index, arrival, stop_ids
+        self.state = State.WAITING
+        self.row: int | None = None
+        self.chosen = NOTHING_CHOSEN  # meaningful while row is None
+        self.supports: list[np.ndarray] = []  # one per chosen token when the request truncates
+        self.emitted = 0  # chosen tokens that went out in chunks; a partial's own count as out
+        self.key = draw_key(request.seed, index)
+        self.keys: list[BlockKey] = []  # block keys under keys_root
+        self.keys_root: BlockKey = b""
+        self.followers: list[Sequence] = []  # siblings that wait for this one to prefill their prompt
+
+    def enter(self, state: State) -> None:
+        assert state in _NEXT[self.state], f"{self.request.request_id}[{self.index}]: {self.state} → {state}"
+        self.state = state
+
+    @property
+    def rank(self) -> tuple[int, int, int]:
+        """Sort key of the queue: larger priority first, then arrival."""
+        return (-self.request.priority, self.arrival, self.index)
+
+    @property
+    def truncates(self) -> bool:
+        return truncates(self.request)
+
+    def known_tokens(self) -> np.ndarray:
+        """Prompt and chosen tokens, while it holds no row."""
+        return np.concatenate([self.request.tokens, self.chosen.tokens])
+
+
+def truncates(request: Request) -> bool:
+    """Whether top-k, top-p or min-p can remove tokens. Greedy choice needs no truncation set."""
+    s = request.sampling
+    return s.temperature > 0.0 and (s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0)
+
+
+def sequences_of(request: Request, *, arrival: int, eos_ids: tuple[int, ...]) -> list[Sequence]:
+    """Return the request's completions in the order in which they should start."""
+    stops = set(request.sampling.stop_ids) | (set() if request.sampling.ignore_eos else set(eos_ids))
+    sequences = [
+        Sequence(request, index, arrival=arrival, stop_ids=tuple(sorted(stops))) for index in range(request.sampling.n)
+    ]
+    for partial in request.partials:
+        sequence = sequences[partial.index]
+        sequence.chosen = Chosen(
+            tokens=partial.tokens.astype(np.int32),
+            logprobs=partial.logprobs.astype(np.float32),
+            raw_logprobs=partial.raw_logprobs.astype(np.float32),
+            versions=partial.versions.astype(np.int32),
+        )
+        sequence.emitted = len(partial.tokens)
+        if partial.support is not None and sequence.truncates:
+            sequence.supports = np.split(partial.support.ids, partial.support.offsets[1:-1])[: len(partial.tokens)]
+    return sequences
+
+
+def make_support(supports: Seq[np.ndarray]) -> Support:
+    """Pack one array of ids per token."""
+    offsets = np.zeros(len(supports) + 1, dtype=np.int64)
+    np.cumsum([len(ids) for ids in supports], out=offsets[1:])
+    ids = np.concatenate(supports) if supports else np.empty(0, np.int32)
+    return Support(offsets=offsets, ids=ids.astype(np.int32, copy=False))
+
+
+def make_chunk(sequence: Sequence, chosen: Chosen, finish: Finish | None, reason: str = "") -> TokenChunk:
+    """Cut what has not gone out yet, and count it as out."""
+    start, sequence.emitted = sequence.emitted, len(chosen.tokens)
+    return TokenChunk(
+        request_id=sequence.request.request_id,
+        index=sequence.index,
+        tokens=chosen.tokens[start:].copy(),
+        logprobs=chosen.logprobs[start:].copy(),
+        raw_logprobs=chosen.raw_logprobs[start:].copy(),
+        versions=chosen.versions[start:].copy(),
+        support=make_support(sequence.supports[start:]) if sequence.truncates else None,
+        finish=finish,
+        reason=reason,
+    )
+
+
+def make_partial(sequence: Sequence, chosen: Chosen) -> Partial:
+    """Everything a later request needs to go on from here."""
+    return Partial(
+        index=sequence.index,
+        tokens=chosen.tokens.copy(),
+        logprobs=chosen.logprobs.copy(),
+        raw_logprobs=chosen.raw_logprobs.copy(),
+        versions=chosen.versions.copy(),
+        support=make_support(sequence.supports) if sequence.truncates else None,
+    )

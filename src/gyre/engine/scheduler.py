@@ -1,0 +1,144 @@
+"""Scheduler: chooses what one step computes. In: the roster, a token budget. Out: a Step, or None when nothing can run.
+Pure: no torch, no clock. Caller: cycle.
+
+Decoding rows come first, one token each; then prompts in progress, then the queue's head as long as budget, rows and
+pages last. When a decoding row finds no page, the running sequence of lowest priority, then least computed tokens, is
+preempted. The queue's head blocks those behind it, so nothing starves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from gyre.engine.requests import State
+from gyre.engine.roster import Roster
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """A piece of one row's known tokens to compute."""
+
+    row: int
+    start: int  # position of its first token
+    count: int  # tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What one forward pass computes and who chooses a token after it."""
+
+    decode_rows: np.ndarray  # int64 [B]: one token each
+    chunks: tuple[Chunk, ...]
+    sample_rows: np.ndarray  # int64 [N]: decode_rows, then rows whose prompt ends in this step, and their forks
+    sample_chunks: np.ndarray  # int64 [N - B]: for the latter, the chunk whose last token they continue
+    copies: tuple[tuple[int, int], ...]  # (from, to) pages, copied after the pass
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decode_rows) + sum(chunk.count for chunk in self.chunks)
+
+
+def schedule(roster: Roster, *, token_budget: int, version: int) -> Step | None:
+    """Decide the next step. Rows and pages it needs are taken; `settle` must follow."""
+    decode_rows = _provide_decode_pages(roster, version)
+    assert len(decode_rows) <= token_budget
+    chunks = _continue_prefills(roster, token_budget - len(decode_rows))
+    left = token_budget - len(decode_rows) - sum(chunk.count for chunk in chunks)
+    chunks += _start_waiting(roster, left, version)
+    if not chunks and len(decode_rows) == 0:
+        return None
+    sample_rows, sample_chunks, copies = _finish_prompts(roster, chunks)
+    return Step(
+        decode_rows=decode_rows,
+        chunks=tuple(chunks),
+        sample_rows=np.concatenate([decode_rows, np.asarray(sample_rows, dtype=np.int64)]),
+        sample_chunks=np.asarray(sample_chunks, dtype=np.int64),
+        copies=tuple(copies),
+    )
+
+
+def _provide_decode_pages(roster: Roster, version: int) -> np.ndarray:
+    """Return the decoding rows, each with a page for its next token; preempts until that is so."""
+    rows = roster.rows
+    while True:
+        decode_rows = roster.decoding_rows()
+        full = decode_rows[rows.computed_R[decode_rows] == rows.pages_R[decode_rows] * roster.page_tokens]
+        if len(full) <= roster.pages.num_available:
+            break
+        roster.preempt(_choose_victim(roster), reason="no free page", version=version)
+    if len(full):
+        rows.table_RP[full, rows.pages_R[full]] = roster.pages.take(len(full))
+        rows.pages_R[full] += 1
+    return decode_rows
+
+
+def _choose_victim(roster: Roster) -> int:
+    """Lowest priority, then least computed tokens, then latest arrival."""
+    active, rows = roster.active_rows(), roster.rows
+    assert len(active) > 1, "one sequence alone outgrew the cache; admission lets no such request in"
+    order = np.lexsort((-active, -rows.arrival_R[active], rows.computed_R[active], rows.priority_R[active]))
+    return int(active[order[0]])
+
+
+def _continue_prefills(roster: Roster, budget: int) -> list[Chunk]:
+    chunks = []
+    for row in roster.prefilling:
+        if budget == 0:
+            break
+        chunks.append(_cut(roster, row, budget))
+        budget -= chunks[-1].count
+    return chunks
+
+
+def _start_waiting(roster: Roster, budget: int, version: int) -> list[Chunk]:
+    """Start from the queue's head while budget, rows and pages last."""
+    chunks: list[Chunk] = []
+    while budget > 0 and roster.queue and roster.rows.num_free:
+        sequence = roster.queue[0]
+        hits = roster.find_hits(sequence, version)
+        total = roster.num_pages_for(len(sequence.request.tokens) + len(sequence.chosen.tokens))
+        needed = total - len(hits) + roster.pages.num_idle_among(hits)
+        if needed + _headroom(roster) > roster.pages.num_available:
+            break
+        roster.queue.pop(0)
+        chunks.append(_cut(roster, roster.start(sequence, hits, version), budget))
+        budget -= chunks[-1].count
+    return chunks
+
+
+def _headroom(roster: Roster) -> int:
+    """Pages left to those that run when another starts: one each, so that a start is not undone by a preemption at
+    once. None when nothing runs, so that whatever was admitted can run alone."""
+    return roster.rows.num_active
+
+
+def _cut(roster: Roster, row: int, budget: int) -> Chunk:
+    start = int(roster.rows.computed_R[row])
+    return Chunk(row=row, start=start, count=min(budget, int(roster.rows.length_R[row]) - start))
+
+
+def _finish_prompts(roster: Roster, chunks: list[Chunk]) -> tuple[list[int], list[int], list[tuple[int, int]]]:
+    """Find the rows whose known tokens end in this step, and fork their waiting siblings onto the same prompt."""
+    rows, sample_rows, sample_chunks, copies = roster.rows, [], [], []
+    for position, chunk in enumerate(chunks):
+        if chunk.start + chunk.count < rows.length_R[chunk.row]:
+            continue
+        leader = rows.sequence_at(chunk.row)
+        leader.enter(State.DECODING)
+        rows.decoding_R[chunk.row] = True
+        roster.prefilling.remove(chunk.row)
+        sample_rows.append(chunk.row)
+        started = 0
+        for follower in leader.followers:
+            if rows.num_free == 0 or roster.pages.num_available < 1 + _headroom(roster):
+                break
+            row, copy = roster.fork(chunk.row, follower)
+            rows.decoding_R[row] = True
+            sample_rows.append(row)
+            copies += [copy] if copy else []
+            started += 1
+        roster.release_followers(leader, started)
+        sample_chunks += [position] * (started + 1)
+    return sample_rows, sample_chunks, copies

@@ -1,0 +1,164 @@
+"""Causal attention within each of the sequences packed into one row. In: q, k, v over packed tokens, a PackedLayout.
+Out: attended values. Callers: trainer (training and evaluation passes), models.load (verification).
+
+CPU: the scores of a padded bucket are plain batched products and one softmax, by blocks of queries so that they stay
+small; in bfloat16 that is several times faster than torch's fused CPU kernel, forward and backward. CUDA: torch's
+variable-length flash kernel. Padding follows its sequence, so causality keeps real tokens from seeing it.
+"""
+
+# T packed tokens, H heads, K kv heads, G = H/K, D head dim, B sequences of a bucket, L its padded length, P slots,
+# S = B·K, X = G·queries of a block, C keys that the block sees
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gyre.kernels.layout import QUERY_BLOCK, PackedLayout
+
+__all__ = ["PackedLayout", "varlen_attention"]
+
+
+def varlen_attention(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: PackedLayout) -> Tensor:
+    """Attend causally, each sequence to itself only; scale 1/√D."""
+    assert len(q_THD) == layout.num_tokens, (len(q_THD), layout.num_tokens)
+    if layout.num_tokens == 0:
+        return q_THD
+    if q_THD.is_cuda and q_THD.dtype in (torch.bfloat16, torch.float16):
+        return flash_attention(q_THD, k_TKD, v_TKD, layout)
+    return BucketedAttention.apply(q_THD, k_TKD, v_TKD, layout)  # type: ignore[no-any-return]
+
+
+def flash_attention(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: PackedLayout) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn  # deferred: of no use without CUDA
+
+    longest, grouped = max(layout.lengths), q_THD.shape[1] != k_TKD.shape[1]
+    out_THD = varlen_attn(
+        q_THD, k_TKD, v_TKD, layout.offsets, layout.offsets, longest, longest, window_size=(-1, 0), enable_gqa=grouped
+    )
+    assert isinstance(out_THD, Tensor)
+    return out_THD
+
+
+class BucketedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: PackedLayout) -> Tensor:
+        q_PHD, k_PKD, v_PKD = (into_slots(x, layout) for x in (q_THD, k_TKD, v_TKD))
+        out_PHD = torch.empty_like(q_PHD)
+        saved: list[Tensor | None] = []
+        for slots, batch in bucket_slices(layout):
+            q_SGLD, k_SLD, v_SLD = arrange(q_PHD[slots], k_PKD[slots], v_PKD[slots], batch)
+            out_SGLD, probabilities_SXC = attend(q_SGLD, k_SLD, v_SLD)
+            out_PHD[slots].view(batch, -1, *q_THD.shape[1:]).copy_(heads_last(out_SGLD, batch))
+            saved += [q_SGLD, k_SLD, v_SLD, probabilities_SXC]
+        ctx.layout = layout
+        ctx.save_for_backward(*saved)
+        return out_of_slots(out_PHD, layout)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        layout: PackedLayout = ctx.layout
+        saved = iter(ctx.saved_tensors)
+        grad_out_PHD = into_slots_or_zero(grads[0], layout)
+        parts: list[tuple[Tensor, Tensor, Tensor]] = []
+        for slots, batch in bucket_slices(layout):
+            q_SGLD, k_SLD, v_SLD, probabilities_SXC = (next(saved) for _ in range(4))
+            num_kv_heads = len(k_SLD) // batch
+            grad_out_SGLD = heads_first(grad_out_PHD[slots], batch, num_kv_heads)
+            grads_SLD = attend_backward(grad_out_SGLD, q_SGLD, k_SLD, v_SLD, probabilities_SXC)
+            parts.append(tuple(heads_last(g, batch).flatten(0, 1) for g in grads_SLD))  # type: ignore[arg-type]
+        return *(out_of_slots(torch.cat(columns), layout) for columns in zip(*parts, strict=True)), None
+
+
+def attend(q_SGLD: Tensor, k_SLD: Tensor, v_SLD: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the attended values of one bucket, and its probabilities when one block of queries covers it: then they
+    are small enough to keep for the backward pass."""
+    out_SGLD = torch.empty_like(q_SGLD)
+    probabilities_SXC = None
+    for start, stop in query_blocks(q_SGLD.shape[2]):
+        probabilities_SXC = attention_probabilities(q_SGLD[:, :, start:stop], k_SLD[:, :stop], start)
+        out_SXD = probabilities_SXC @ v_SLD[:, :stop]
+        out_SGLD[:, :, start:stop] = out_SXD.view(len(k_SLD), q_SGLD.shape[1], stop - start, -1)
+    return out_SGLD, probabilities_SXC if q_SGLD.shape[2] <= QUERY_BLOCK else None
+
+
+def attend_backward(
+    grad_out_SGLD: Tensor, q_SGLD: Tensor, k_SLD: Tensor, v_SLD: Tensor, kept_SXC: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q_SGLD, k_SLD and v_SLD."""
+    grad_q_SGLD, grad_k_SLD, grad_v_SLD = torch.empty_like(q_SGLD), torch.empty_like(k_SLD), torch.empty_like(v_SLD)
+    scale, num_keys = q_SGLD.shape[-1] ** -0.5, k_SLD.shape[1]
+    # The last block sees all keys and so writes the whole of grad_k and grad_v; those before it add to their keys.
+    for start, stop in reversed(list(query_blocks(num_keys))):
+        beta = 0 if stop == num_keys else 1
+        q_SXD, grad_SXD = q_SGLD[:, :, start:stop].flatten(1, 2), grad_out_SGLD[:, :, start:stop].flatten(1, 2)
+        k_SCD, grad_k_SCD, grad_v_SCD = k_SLD[:, :stop], grad_k_SLD[:, :stop], grad_v_SLD[:, :stop]
+        p_SXC = kept_SXC
+        if p_SXC is None:
+            p_SXC = attention_probabilities(q_SGLD[:, :, start:stop], k_SCD, start)
+        grad_v_SCD.baddbmm_(p_SXC.mT, grad_SXD, beta=beta)
+        grad_p_SXC = grad_SXD @ v_SLD[:, :stop].mT
+        grad_s_SXC = torch.ops.aten._softmax_backward_data(grad_p_SXC, p_SXC, -1, p_SXC.dtype)
+        grad_k_SCD.baddbmm_(grad_s_SXC.mT, q_SXD, beta=beta, alpha=scale)
+        grad_q_SXD = torch.baddbmm(q_SXD, grad_s_SXC, k_SCD, beta=0, alpha=scale)
+        grad_q_SGLD[:, :, start:stop] = grad_q_SXD.view_as(grad_q_SGLD[:, :, start:stop])
+    return grad_q_SGLD, grad_k_SLD, grad_v_SLD
+
+
+def attention_probabilities(q_SGQD: Tensor, k_SCD: Tensor, start: int) -> Tensor:
+    """Return the softmax over keys of queries that begin at position `start`."""
+    group, num_queries = q_SGQD.shape[1:3]
+    hidden_QC = torch.full((num_queries, k_SCD.shape[1]), float("-inf"), dtype=k_SCD.dtype, device=k_SCD.device)
+    mask_1XC = hidden_QC.triu_(start + 1).repeat(group, 1)[None]
+    scores_SXC = torch.baddbmm(mask_1XC, q_SGQD.flatten(1, 2), k_SCD.mT, alpha=q_SGQD.shape[-1] ** -0.5)
+    return torch.softmax(scores_SXC, -1)
+
+
+def query_blocks(length: int) -> Iterator[tuple[int, int]]:
+    return ((start, min(start + QUERY_BLOCK, length)) for start in range(0, length, QUERY_BLOCK))
+
+
+def bucket_slices(layout: PackedLayout) -> Iterator[tuple[slice, int]]:
+    """Yield for each bucket its slots and its number of sequences."""
+    base = 0
+    for batch, length in layout.buckets:
+        yield slice(base, base + batch * length), batch
+        base += batch * length
+
+
+def into_slots(x_THD: Tensor, layout: PackedLayout) -> Tensor:
+    return x_THD if layout.token_of_slot_P is None else x_THD.index_select(0, layout.token_of_slot_P)
+
+
+def into_slots_or_zero(x_THD: Tensor, layout: PackedLayout) -> Tensor:
+    """Like into_slots, with zeros in the padding: padding has no say in a gradient."""
+    if layout.token_of_slot_P is None or layout.slot_of_token_T is None:
+        return x_THD
+    return x_THD.new_zeros(len(layout.token_of_slot_P), *x_THD.shape[1:]).index_copy_(0, layout.slot_of_token_T, x_THD)
+
+
+def out_of_slots(x_PHD: Tensor, layout: PackedLayout) -> Tensor:
+    return x_PHD if layout.slot_of_token_T is None else x_PHD.index_select(0, layout.slot_of_token_T)
+
+
+def arrange(q_PHD: Tensor, k_PKD: Tensor, v_PKD: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v of a bucket with heads before tokens, contiguous."""
+    num_kv_heads = k_PKD.shape[1]
+    k_SLD, v_SLD = (heads_first(x, batch, num_kv_heads).squeeze(1) for x in (k_PKD, v_PKD))
+    return heads_first(q_PHD, batch, num_kv_heads), k_SLD, v_SLD
+
+
+def heads_first(x_PHD: Tensor, batch: int, num_kv_heads: int) -> Tensor:
+    """Turn [B·L, K·G, D] into [B·K, G, L, D]."""
+    x_BLKGD = x_PHD.view(batch, -1, num_kv_heads, x_PHD.shape[1] // num_kv_heads, x_PHD.shape[2])
+    return x_BLKGD.permute(0, 2, 3, 1, 4).flatten(0, 1).contiguous()
+
+
+def heads_last(x_SGLD: Tensor, batch: int) -> Tensor:
+    """Turn [B·K, G, L, D] (or [B·K, L, D]) into [B, L, K·G, D]."""
+    return x_SGLD.reshape(batch, -1, *x_SGLD.shape[-2:]).transpose(1, 2)

@@ -1,0 +1,152 @@
+"""Blocks: the two halves of a decoder layer around attention, each one differentiable op with a hand-written backward.
+
+`attention_inputs`: norm, q|k|v projection, per-head norms (where given), rotary turning.
+`layer_output`: output projection, residual, norm, gated MLP, residual.
+Both carry the residual stream through, so that its gradient is summed in place and not by autograd. Activations that
+the backward pass needs are kept, all else is freed. Caller: models.decoder.
+"""
+
+# T tokens, E hidden size, R = (H + 2K)·D rows of qkv, H heads, K kv heads, D head dim, M mlp size
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gyre.kernels.norm import rms_norm_backward, rms_norm_forward
+from gyre.kernels.rope import turn, turn_back
+from gyre.kernels.silu import silu_mul_backward, silu_mul_forward
+
+
+def attention_inputs(
+    x_TE: Tensor,
+    norm_E: Tensor,
+    qkv_RE: Tensor,
+    bias_R: Tensor | None,
+    q_norm_D: Tensor | None,
+    k_norm_D: Tensor | None,
+    cos_T1D: Tensor,
+    sin_T1D: Tensor,
+    *,
+    heads: tuple[int, int],
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return (x_TE itself, q_THD, k_TKD, v_TKD); `heads` is (H, K)."""
+    return AttentionInputs.apply(x_TE, norm_E, qkv_RE, bias_R, q_norm_D, k_norm_D, cos_T1D, sin_T1D, heads, eps)  # type: ignore[no-any-return]
+
+
+def layer_output(
+    x_TE: Tensor,
+    attended_TA: Tensor,
+    out_EA: Tensor,
+    norm_E: Tensor,
+    gate_up_2ME: Tensor,
+    down_EM: Tensor,
+    *,
+    eps: float,
+) -> Tensor:
+    """Return the residual stream after the layer; A = H·D."""
+    return LayerOutput.apply(x_TE, attended_TA, out_EA, norm_E, gate_up_2ME, down_EM, eps)  # type: ignore[no-any-return]
+
+
+class AttentionInputs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TE: Tensor,
+        norm_E: Tensor,
+        qkv_RE: Tensor,
+        bias_R: Tensor | None,
+        q_norm_D: Tensor | None,
+        k_norm_D: Tensor | None,
+        cos_T1D: Tensor,
+        sin_T1D: Tensor,
+        heads: tuple[int, int],
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        normed_TE, rstd_T1 = rms_norm_forward(x_TE, norm_E, eps)
+        qkv_TR = F.linear(normed_TE, qkv_RE, bias_R)
+        q_THD, k_TKD, v_TKD = split_heads(qkv_TR, heads, cos_T1D.shape[-1])
+        rstd_q = rstd_k = None
+        if q_norm_D is not None and k_norm_D is not None:
+            q_THD, rstd_q = rms_norm_forward(q_THD, q_norm_D, eps)
+            k_TKD, rstd_k = rms_norm_forward(k_TKD, k_norm_D, eps)
+        ctx.heads = heads
+        ctx.save_for_backward(
+            x_TE, norm_E, qkv_RE, bias_R, q_norm_D, k_norm_D, cos_T1D, sin_T1D,
+            normed_TE, rstd_T1, qkv_TR if rstd_q is not None else None, rstd_q, rstd_k,
+        )  # fmt: skip
+        return x_TE, turn(q_THD, cos_T1D, sin_T1D), turn(k_TKD, cos_T1D, sin_T1D), v_TKD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_x_TE, grad_q_THD, grad_k_TKD, grad_v_TKD = grads
+        (
+            x_TE, norm_E, qkv_RE, bias_R, q_norm_D, k_norm_D, cos_T1D, sin_T1D,
+            normed_TE, rstd_T1, qkv_TR, rstd_q, rstd_k,
+        ) = ctx.saved_tensors  # fmt: skip
+        grad_q_THD, grad_k_TKD = turn_back(grad_q_THD, cos_T1D, sin_T1D), turn_back(grad_k_TKD, cos_T1D, sin_T1D)
+        grad_q_norm_D = grad_k_norm_D = None
+        if qkv_TR is not None:
+            q_THD, k_TKD, _ = split_heads(qkv_TR, ctx.heads, cos_T1D.shape[-1])
+            grad_q_THD, grad_q_norm_D = rms_norm_backward(grad_q_THD, q_THD, rstd_q, q_norm_D)
+            grad_k_TKD, grad_k_norm_D = rms_norm_backward(grad_k_TKD, k_TKD, rstd_k, k_norm_D)
+        grad_qkv_TR = torch.cat([grad_q_THD, grad_k_TKD, grad_v_TKD], dim=1).flatten(1)
+        grad_normed_TE = grad_qkv_TR @ qkv_RE
+        grad_qkv_RE = grad_qkv_TR.t() @ normed_TE
+        grad_bias_R = grad_qkv_TR.sum(0) if bias_R is not None else None
+        grad_TE, grad_norm_E = rms_norm_backward(grad_normed_TE, x_TE, rstd_T1, norm_E)
+        return (
+            grad_TE.add_(grad_x_TE), grad_norm_E, grad_qkv_RE, grad_bias_R, grad_q_norm_D, grad_k_norm_D,
+            None, None, None, None,
+        )  # fmt: skip
+
+
+class LayerOutput(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TE: Tensor,
+        attended_TA: Tensor,
+        out_EA: Tensor,
+        norm_E: Tensor,
+        gate_up_2ME: Tensor,
+        down_EM: Tensor,
+        eps: float,
+    ) -> Tensor:
+        middle_TE = torch.addmm(x_TE, attended_TA, out_EA.t())
+        normed_TE, rstd_T1 = rms_norm_forward(middle_TE, norm_E, eps)
+        gate_up_T2M = normed_TE @ gate_up_2ME.t()
+        product_TM, activated_TM = silu_mul_forward(gate_up_T2M)
+        ctx.save_for_backward(
+            attended_TA, out_EA, norm_E, gate_up_2ME, down_EM,
+            middle_TE, normed_TE, rstd_T1, gate_up_T2M, activated_TM, product_TM,
+        )  # fmt: skip
+        return torch.addmm(middle_TE, product_TM, down_EM.t())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_TE = grads[0]
+        (
+            attended_TA, out_EA, norm_E, gate_up_2ME, down_EM,
+            middle_TE, normed_TE, rstd_T1, gate_up_T2M, activated_TM, product_TM,
+        ) = ctx.saved_tensors  # fmt: skip
+        grad_down_EM = grad_TE.t() @ product_TM
+        grad_gate_up_T2M = silu_mul_backward(grad_TE @ down_EM, gate_up_T2M, activated_TM)
+        grad_gate_up_2ME = grad_gate_up_T2M.t() @ normed_TE
+        grad_middle_TE, grad_norm_E = rms_norm_backward(grad_gate_up_T2M @ gate_up_2ME, middle_TE, rstd_T1, norm_E)
+        grad_middle_TE.add_(grad_TE)
+        grad_out_EA = grad_middle_TE.t() @ attended_TA
+        return grad_middle_TE, grad_middle_TE @ out_EA, grad_out_EA, grad_norm_E, grad_gate_up_2ME, grad_down_EM, None
+
+
+def split_heads(qkv_TR: Tensor, heads: tuple[int, int], head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    num_heads, num_kv_heads = heads
+    q_THD, k_TKD, v_TKD = qkv_TR.unflatten(1, (-1, head_dim)).split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    return q_THD, k_TKD, v_TKD

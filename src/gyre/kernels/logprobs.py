@@ -1,0 +1,132 @@
+"""Log-probs of given tokens. In: hidden rows, head weight, targets, temperatures, optional truncation support.
+Out: logprobs_N (differentiable, hand-written backward) and entropy_N (not). Caller: trainer.
+
+The vocabulary is taken in blocks, so that logits never exist whole when it is large: a block's gradient of the head is
+then complete at once, and only that of the hidden rows is summed over blocks. The softmax is float32 (float64 for
+float64 rows) whatever the weights are.
+"""
+
+# N rows, E hidden size, V vocabulary, W tokens of a vocabulary block, Z entries of the support
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+BLOCK_LOGITS = 2**24  # logits alive at a time
+FEWEST_COLUMNS = 1024  # of a vocabulary block: below it products are too thin to be fast
+FORBIDDEN = -1e30  # logit outside the support: far below any other, and 0 · FORBIDDEN is 0, unlike with -inf
+
+Support = tuple[Tensor, Tensor]
+
+
+def token_logprobs(
+    hidden_NE: Tensor,
+    head_weight_VE: Tensor,
+    targets_N: Tensor,
+    temperature_N: Tensor,
+    support: Support | None = None,
+    *,
+    chunk: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Return (logprobs_N, entropy_N) of the distribution after temperature and truncation.
+
+    temperature_N is above 0. `support` is (offsets int64 [N + 1], ids int64 [Z]): row n may only choose
+    ids[offsets[n]:offsets[n + 1]], among which its target must be. `chunk` is the columns of a vocabulary block; 0
+    chooses by the number of rows.
+    """
+    vocab_size = len(head_weight_VE)
+    columns = chunk or max(FEWEST_COLUMNS, BLOCK_LOGITS // max(1, len(hidden_NE)))
+    blocks = tuple((start, min(start + columns, vocab_size)) for start in range(0, vocab_size, columns))
+    rows_Z = ids_Z = None
+    if support is not None:
+        offsets, ids_Z = support
+        rows_Z = torch.repeat_interleave(torch.arange(len(hidden_NE), device=ids_Z.device), offsets.diff())
+    return TokenLogprobs.apply(hidden_NE, head_weight_VE, targets_N.long(), temperature_N, rows_Z, ids_Z, blocks)  # type: ignore[no-any-return]
+
+
+class TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NE: Tensor,
+        head_weight_VE: Tensor,
+        targets_N: Tensor,
+        temperature_N: Tensor,
+        rows_Z: Tensor | None,
+        ids_Z: Tensor | None,
+        blocks: tuple[tuple[int, int], ...],
+    ) -> tuple[Tensor, Tensor]:
+        totals, means, kept_NV = [], [], None
+        target_N = None
+        for start, stop in blocks:
+            logits_NW = block_logits(hidden_NE, head_weight_VE, temperature_N, rows_Z, ids_Z, start, stop)
+            probs_NW = torch.softmax(logits_NW, -1)
+            # The largest probability never underflows, so log of it and its logit give the log of the sum.
+            totals.append(logits_NW.amax(-1) - probs_NW.amax(-1).log())
+            means.append(torch.linalg.vecdot(probs_NW, logits_NW))
+            found_N = logits_NW.gather(1, (targets_N - start).clamp(0, stop - start - 1)[:, None]).squeeze(1)
+            target_N = found_N if target_N is None else torch.where(targets_N < start, target_N, found_N)
+            if len(blocks) == 1:
+                kept_NV = probs_NW.to(hidden_NE.dtype)
+        assert target_N is not None
+        totals_BN = torch.stack(totals)
+        total_N = totals_BN.logsumexp(0)
+        entropy_N = total_N - ((totals_BN - total_N).exp() * torch.stack(means)).sum(0)
+        logprobs_N = target_N - total_N
+        ctx.blocks = blocks
+        ctx.save_for_backward(
+            hidden_NE, head_weight_VE, targets_N, temperature_N, rows_Z, ids_Z, total_N, logprobs_N, kept_NV
+        )
+        ctx.mark_non_differentiable(entropy_N)
+        return logprobs_N, entropy_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_NE, weight_VE, targets_N, temperature_N, rows_Z, ids_Z, total_N, logprobs_N, kept_NV = ctx.saved_tensors
+        scale_N = grads[0] / temperature_N
+        # 1 - p of the target from the log-prob: p itself, rounded to bfloat16, would lose it when p is near 1.
+        at_target_N = (-scale_N * torch.expm1(logprobs_N)).to(hidden_NE.dtype)
+        minus_scale_N1 = -scale_N[:, None].to(hidden_NE.dtype)
+        grad_weight_VE = torch.empty_like(weight_VE)
+        grad_hidden_NE = None
+        for start, stop in ctx.blocks:
+            probs_NW = kept_NV
+            if probs_NW is None:
+                logits_NW = block_logits(hidden_NE, weight_VE, temperature_N, rows_Z, ids_Z, start, stop)
+                probs_NW = logits_NW.sub_(total_N[:, None]).exp_().to(hidden_NE.dtype)
+            grad_NW = probs_NW * minus_scale_N1
+            inside_M = ((targets_N >= start) & (targets_N < stop)).nonzero().squeeze(1)
+            grad_NW[inside_M, targets_N[inside_M] - start] = at_target_N[inside_M]
+            torch.mm(grad_NW.t(), hidden_NE, out=grad_weight_VE[start:stop])
+            part_NE = grad_NW @ weight_VE[start:stop]
+            if len(ctx.blocks) > 1:
+                part_NE = part_NE.to(total_N.dtype)
+            grad_hidden_NE = part_NE if grad_hidden_NE is None else grad_hidden_NE.add_(part_NE)
+        assert grad_hidden_NE is not None
+        return grad_hidden_NE.to(hidden_NE.dtype), grad_weight_VE, None, None, None, None, None
+
+
+def block_logits(
+    hidden_NE: Tensor,
+    weight_VE: Tensor,
+    temperature_N: Tensor,
+    rows_Z: Tensor | None,
+    ids_Z: Tensor | None,
+    start: int,
+    stop: int,
+) -> Tensor:
+    """Return float logits_NW of tokens [start, stop), after temperature; FORBIDDEN outside the support."""
+    logits_NW = hidden_NE @ weight_VE[start:stop].t()
+    wide = torch.promote_types(logits_NW.dtype, torch.float32)
+    logits_NW = logits_NW.to(wide).div_(temperature_N.to(wide)[:, None])
+    if rows_Z is None or ids_Z is None:
+        return logits_NW
+    here_Z = (ids_Z >= start) & (ids_Z < stop)
+    forbidden_NW = torch.ones_like(logits_NW, dtype=torch.bool)
+    forbidden_NW[rows_Z[here_Z], ids_Z[here_Z].long() - start] = False
+    return logits_NW.masked_fill_(forbidden_NW, FORBIDDEN)

@@ -1,0 +1,52 @@
+"""RMSNorm. In: rows of activations, a weight. Out: rows scaled to unit root mean square, times the weight.
+
+`rms_norm` is differentiable; the forward and backward passes beneath it are what blocks.py is made of. Statistics are
+float32 (float64 for float64 rows) whatever the rows are. Callers: models.decoder, blocks.
+"""
+
+# N rows, E features of a row
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def rms_norm(x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    return RmsNorm.apply(x_NE, weight_E, eps)  # type: ignore[no-any-return]
+
+
+def rms_norm_forward(x_NE: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return the normalised rows and rstd_N1, which the backward pass needs. Leading axes may be several."""
+    return torch.ops.aten._fused_rms_norm(x_NE, list(weight_E.shape), weight_E, eps)
+
+
+def rms_norm_backward(grad_NE: Tensor, x_NE: Tensor, rstd_N1: Tensor, weight_E: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x and of the weight."""
+    features = list(weight_E.shape)
+    if grad_NE.is_cuda:
+        return torch.ops.aten._fused_rms_norm_backward(grad_NE, x_NE, features, rstd_N1, weight_E, [True, True])
+    # torch has no RMSNorm backward for CPU, but a fused LayerNorm one. With mean 0 given as the statistic it differs
+    # from ours only by the gradient through the mean, -(grad · weight) · rstd / E, which we put back.
+    statistics_weight_E = weight_E.to(rstd_N1.dtype)
+    grad_x_NE, grad_weight_E, _ = torch.ops.aten.native_layer_norm_backward(
+        grad_NE, x_NE, features, torch.zeros_like(rstd_N1), rstd_N1, statistics_weight_E, None, [True, True, False]
+    )
+    through_mean_N1 = (grad_NE @ weight_E)[..., None] * (rstd_N1 / features[0])
+    return grad_x_NE.add_(through_mean_N1.to(grad_x_NE.dtype)), grad_weight_E.to(weight_E.dtype)
+
+
+class RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+        y_NE, rstd_N1 = rms_norm_forward(x_NE, weight_E, eps)
+        ctx.save_for_backward(x_NE, rstd_N1, weight_E)
+        return y_NE
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return *rms_norm_backward(grads[0], *ctx.saved_tensors), None

@@ -1,0 +1,118 @@
+"""Evaluate: how good the policy is on problems it never trained on. In: held-out prompts (or sequences), engine, scorer.
+Out: an Outcome. Callers: loop.controller, cli.eval through wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from gyre.core.contracts import PolicyTrainer, RolloutEngine, Scorer
+from gyre.core.errors import ConfigError
+from gyre.core.records import Prompt, Sampling, TrainBatch
+from gyre.loop.collect import Collector, as_group, open_groups
+from gyre.loop.config import EvalConfig, RolloutConfig
+from gyre.loop.ports import TextPort
+from gyre.loop.scoring import Scoring
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One evaluation."""
+
+    metric: str  # "accuracy" or "pair_accuracy"
+    value: float
+    n: int  # problems or pairs
+    detail: dict[str, float]  # further means
+
+
+class Rollouts:
+    """Evaluates by generating: accuracy is the share of problems whose named reward part is 1."""
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        scorer: Scorer,
+        text: TextPort,
+        rollout: RolloutConfig,
+        config: EvalConfig,
+        *,
+        seed: int,
+    ) -> None:
+        self._engine, self._scorer, self._text, self._seed = engine, scorer, text, seed
+        self._part = config.part
+        self._rollout = rollout
+        self._sampling = Sampling(
+            temperature=config.temperature, max_tokens=config.max_tokens or rollout.max_tokens, stop=rollout.stop
+        )
+
+    async def run(self, prompts: Sequence[Prompt]) -> Outcome:
+        scoring = Scoring(self._scorer, deadline_s=self._rollout.reward_deadline_s)
+        collector = Collector(
+            self._engine, scoring, self._text, sampling=self._sampling, cap=0, deadline_s=self._rollout.deadline_s
+        )
+        groups = await collector.run(open_groups(prompts, run_seed=self._seed, step=0))
+        scores = await scoring.finish()
+        for group in groups:
+            group.scores = {sample: scores[rollout.rollout_id] for sample, rollout in group.rollouts.items()}
+        done = [as_group(group) for group in groups]
+        right = []
+        for group in done:
+            named = {part.name: part.value for part in group.scores[0].parts}
+            if self._part not in named:
+                raise ConfigError(
+                    f"eval.part = '{self._part}': no reward part of that name (there are: {', '.join(sorted(named))})",
+                    hint="name one of the reward parts, or leave it empty for the first",
+                )
+            right.append(named[self._part] >= 1.0)
+        rollouts = [rollout for group in done for rollout in group.rollouts]
+        return Outcome(
+            metric="accuracy",
+            value=float(np.mean(right)),
+            n=len(right),
+            detail={
+                "reward": float(np.mean([group.scores[0].value for group in done])),
+                "length": float(np.mean([int(rollout.sampled.sum()) for rollout in rollouts])),
+                "cut_off_share": float(np.mean([rollout.finish == "length" for rollout in rollouts])),
+            },
+        )
+
+
+async def pair_accuracy(trainer: PolicyTrainer, batch: TrainBatch) -> Outcome:
+    """Share of held-out pairs whose chosen member the reward model scores higher."""
+    scored = await trainer.evaluate(batch, "reward")
+    assert scored.per_sequence is not None
+    margins = scored.per_sequence[0::2] - scored.per_sequence[1::2]
+    return Outcome(
+        metric="pair_accuracy",
+        value=float(np.mean(margins > 0.0)),
+        n=len(margins),
+        detail={"margin": float(np.mean(margins))},
+    )
+
+
+async def preference_accuracy(trainer: PolicyTrainer, batch: TrainBatch) -> Outcome:
+    """Share of held-out pairs whose chosen member gained more log-prob over the reference than the rejected one."""
+    policy, reference = await trainer.evaluate(batch, "policy"), await trainer.evaluate(batch, "reference")
+    gains = [
+        float((p - r)[s.columns["loss_mask"]].sum())
+        for p, r, s in zip(policy.per_token, reference.per_token, batch.sequences, strict=True)
+    ]
+    margins = np.array(gains[0::2]) - np.array(gains[1::2])
+    return Outcome(
+        metric="preference_accuracy",
+        value=float(np.mean(margins > 0.0)),
+        n=len(margins),
+        detail={"margin": float(np.mean(margins))},
+    )
+
+
+async def held_out_loss(trainer: PolicyTrainer, batch: TrainBatch) -> Outcome:
+    """Mean negative log-prob of the held-out targets."""
+    policy = await trainer.evaluate(batch, "policy")
+    masks = [sequence.columns["loss_mask"] for sequence in batch.sequences]
+    total = -sum(float(p[m].sum()) for p, m in zip(policy.per_token, masks, strict=True))
+    tokens = sum(int(mask.sum()) for mask in masks)
+    return Outcome(metric="loss", value=total / max(1, tokens), n=len(masks), detail={})

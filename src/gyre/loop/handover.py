@@ -1,0 +1,64 @@
+"""Handover: the one place that decides when a version goes out to the engine. In: a trainer whose step has returned.
+Out: an engine that answers with that version, whole. Caller: loop.controller.
+
+    trainer.register ──▶ lifecycle.prepare (receive and verify) ──▶ lifecycle.commit (swap)
+
+Two ways to leave the rollout phase: keep the engine (its components are parked by the ledger), or terminate it and start
+it again on dummy weights, as Kimi k1.5 does; a restarted engine takes no work before it has the current version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Executor
+
+from gyre.core.contracts import CommitPolicy, EngineLifecycle, PolicyTrainer
+from gyre.loop.ports import Emit
+
+
+class Handover:
+    """Carries versions from one trainer to one engine."""
+
+    def __init__(
+        self,
+        trainer: PolicyTrainer,
+        lifecycle: EngineLifecycle,
+        *,
+        compute: Executor,
+        emit: Emit,
+        policy: CommitPolicy = "drain",
+        restart_engine: bool = False,
+    ) -> None:
+        self._trainer, self._lifecycle = trainer, lifecycle
+        self._compute, self._emit, self._policy = compute, emit, policy
+        self._restart_engine = restart_engine
+        self._running = True
+
+    async def leave_rollout(self) -> None:
+        """Called when no request is in flight and the device is wanted for training."""
+        if self._restart_engine and self._running:
+            await self._lifecycle.terminate()
+            self._running = False
+            self._emit("engine.terminated")
+
+    async def publish(self, *, step: int) -> None:
+        """Bring the engine to the trainer's version; it has it whole, or keeps the old one and this raises."""
+        if not self._running:
+            await self._lifecycle.start(dummy=True)
+            self._running = True
+            self._emit("engine.started", dummy=True, step=step)
+        loop = asyncio.get_running_loop()
+        manifest, tensors = await loop.run_in_executor(self._compute, self._trainer.register)
+        try:
+            await self._lifecycle.prepare(manifest, tensors)
+            await self._lifecycle.commit(manifest.version, policy=self._policy)
+        except BaseException:
+            await self._lifecycle.rollback()
+            raise
+        self._emit(
+            "weights.published",
+            step=step,
+            version=manifest.version,
+            tensors=len(manifest.entries),
+            copied_bytes=0 if manifest.shared else sum(entry.size_bytes for entry in manifest.entries),
+        )

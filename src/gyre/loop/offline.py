@@ -1,0 +1,104 @@
+"""Offline: the ring without rollouts, for SFT, reward models and DPO on given pairs. In: a source of sequences.
+Out: a trained policy or reward model. Caller: wire.
+
+    source.take ──TrainBatch──▶ trainer.step ──▶ between steps: held-out measure, generated answers, snapshot
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+
+from gyre.core.records import TrainBatch
+from gyre.loop.controller import note_outcome
+from gyre.loop.evaluate import Rollouts, held_out_loss, pair_accuracy, preference_accuracy
+from gyre.loop.handover import Handover
+from gyre.loop.ports import Parts, StageSpec
+from gyre.loop.resume import Progress, to_snapshot
+
+JUDGES = {"rm": pair_accuracy, "dpo": preference_accuracy, "sft": held_out_loss}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfflineConfig:
+    """What the offline loop itself decides by."""
+
+    records_per_step: int  # examples, or pairs
+    snapshot_every_steps: int
+    eval_every_steps: int
+
+
+class OfflineLoop:
+    """Feeds the trainer straight from data. With a `judge` it also hands weights to an engine and generates."""
+
+    def __init__(
+        self, stage: StageSpec, parts: Parts, config: OfflineConfig, *, judge: Rollouts | None, compute: Executor
+    ) -> None:
+        self._stage, self._parts, self._config, self._judge = stage, parts, config, judge
+        self._emit = parts.observers.events.emit
+        self._phase = parts.observers.spans.phase
+        self._handover = None
+        if judge is not None:
+            assert parts.lifecycle is not None
+            self._handover = Handover(parts.trainer, parts.lifecycle, compute=compute, emit=self._emit)
+
+    async def run(self, progress: Progress) -> Progress:
+        """Go on from `progress` to the end of the stage."""
+        if progress.source is not None:
+            self._parts.source.restore(progress.source)
+        if not progress.evals:
+            progress = await self._evaluate(progress, "before")
+        await self._parts.gate.enter("train", step=progress.step)
+        while progress.step < self._stage.steps:
+            progress = await self._step(progress)
+            last = progress.step == self._stage.steps
+            if last or _due(progress.step, self._config.eval_every_steps):
+                progress = await self._evaluate(progress, "after")
+                await self._parts.gate.enter("train", step=progress.step)
+            if last or _due(progress.step, self._config.snapshot_every_steps):
+                await self._snapshot(replace(progress, done=last))
+        return replace(progress, done=True)
+
+    async def _step(self, progress: Progress) -> Progress:
+        step, started_s = progress.step + 1, time.monotonic()
+        records = self._parts.source.take(self._config.records_per_step)
+        with self._phase("train", step=step):
+            report = await self._parts.trainer.step(TrainBatch(sequences=tuple(records), step=step))
+        seconds = time.monotonic() - started_s
+        self._emit(
+            "step.done",
+            stage=self._stage.name,
+            step=step,
+            version=report.version,
+            metrics={**report.metrics, "tokens_per_second": report.num_tokens / seconds},
+            num_tokens=report.num_tokens,
+            num_updates=report.num_updates,
+            seconds=round(seconds, 4),
+        )
+        return replace(progress, step=step, source=self._parts.source.state())
+
+    async def _evaluate(self, progress: Progress, when: str) -> Progress:
+        gate, step = self._parts.gate, progress.step
+        if self._parts.eval_batch is not None:
+            await gate.enter("score", step=step)
+            with self._phase("evaluate", step=step):
+                outcome = await JUDGES[self._stage.objective.kind](self._parts.trainer, self._parts.eval_batch)
+            progress = note_outcome(progress, outcome, when, self._emit)
+        if self._judge is not None and self._handover is not None and self._parts.eval_prompts:
+            await gate.enter("handover", step=step)
+            await self._handover.publish(step=step)
+            await gate.enter("evaluate", step=step)
+            with self._phase("evaluate", step=step):
+                outcome = await self._judge.run(self._parts.eval_prompts)
+            progress = note_outcome(progress, outcome, when, self._emit)
+        return progress
+
+    async def _snapshot(self, progress: Progress) -> None:
+        with self._phase("snapshot", step=progress.step):
+            state, blobs = to_snapshot(progress, events=self._parts.observers.events.position())
+            await self._parts.snapshots.save(step=progress.step, state=state, blobs=blobs)
+
+
+def _due(step: int, every: int) -> bool:
+    return bool(every) and step % every == 0

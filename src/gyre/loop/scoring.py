@@ -1,0 +1,70 @@
+"""Scoring: rule rewards run in their own processes while rollouts are still being generated. In: finished rollouts, one
+by one. Out: their scores, and how much of the rules' time each window hid. Callers: loop.collect, loop.controller.
+
+    offer(rollout) ──▶ bounded queue ──▶ pump: takes what is there, asks the scorer, keeps the answers
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from gyre.core.contracts import Scorer
+from gyre.core.errors import DeadlineError
+from gyre.core.records import Rollout, Score
+from gyre.observe.overlap import Interval, overlap_account
+
+MAX_BATCH = 128  # rollouts per question to the scorer: enough to be cheap, few enough that all its workers have some
+
+
+class Scoring:
+    """The rewards of one loop step."""
+
+    def __init__(self, scorer: Scorer, *, deadline_s: float) -> None:
+        self._scorer, self._deadline_s = scorer, deadline_s
+        self._waiting: list[Rollout] = []  # bounded by the rollouts of a step
+        self._asked: list[asyncio.Task[None]] = []
+        self._scores: dict[str, Score] = {}
+        self._intervals: list[Interval] = []
+        self._wake: asyncio.Handle | None = None
+
+    def offer(self, rollout: Rollout) -> None:
+        """Hand over a finished rollout; those that finish in the same turn of the event loop are asked together."""
+        self._waiting.append(rollout)
+        if self._wake is None:
+            self._wake = asyncio.get_running_loop().call_soon(self._ask)
+
+    async def finish(self) -> dict[str, Score]:
+        """Wait for all answers. Owner: loop.scoring; the deadline counts from now."""
+        self._ask()
+        if self._asked:
+            _, late = await asyncio.wait(self._asked, timeout=self._deadline_s)
+            if late:
+                raise DeadlineError(
+                    f"{len(late)} batches of rewards had not come {self._deadline_s:.0f} s after the last rollout",
+                    hint="raise rollout.reward_deadline_s, or lower the limits of the slow reward",
+                )
+            for task in self._asked:
+                task.result()
+        return self._scores
+
+    def account(self, *, rollout: Interval, reference: Interval) -> dict[str, float]:
+        """Seconds for a `reward.window` event."""
+        return overlap_account(self._intervals, rollout=[rollout], reference=[reference])
+
+    def _ask(self) -> None:
+        if self._wake is not None:
+            self._wake.cancel()
+            self._wake = None
+        while self._waiting:
+            batch, self._waiting = self._waiting[:MAX_BATCH], self._waiting[MAX_BATCH:]
+            self._asked.append(asyncio.create_task(self._score(batch)))
+
+    async def _score(self, batch: list[Rollout]) -> None:
+        started_s = time.monotonic()
+        scores = await self._scorer.score(batch, deadline_s=self._deadline_s)
+        assert len(scores) == len(batch), f"{len(scores)} scores for {len(batch)} rollouts"
+        for rollout, score in zip(batch, scores, strict=True):
+            assert score.rollout_id == rollout.rollout_id, (score.rollout_id, rollout.rollout_id)
+            self._scores[rollout.rollout_id] = score
+        self._intervals.append((started_s, time.monotonic()))

@@ -1,0 +1,41 @@
+"""Model section of the TOML. In: `[model]`. Out: ModelConfig. Callers: runconfig, planner, wire. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from gyre.core.config import Section
+
+
+class ShapeConfig(Section):
+    """Shape of a fresh, randomly initialised model; its vocabulary comes from the tokenizer."""
+
+    family: Literal["llama", "qwen2", "qwen3"] = "qwen3"
+    """Which architecture."""
+    hidden_size: int = Field(256, ge=8, description="Width of the residual stream.")
+    num_layers: int = Field(4, ge=1, description="Decoder layers.")
+    num_heads: int = Field(4, ge=1, description="Query heads; a multiple of num_kv_heads.")
+    num_kv_heads: int = Field(2, ge=1, description="Key and value heads.")
+    head_dim: int = Field(64, ge=2, multiple_of=2, description="Width of one head; even.")
+    mlp_size: int = Field(768, ge=1, description="Width of the gated MLP.")
+    tied: bool = Field(True, description="Whether the output head is the embedding.")
+    context_tokens: int = Field(2048, ge=2, description="Longest sequence, prompt and completion, in tokens.")
+    rope_theta: float = Field(10_000.0, gt=0, description="Base of the rotary embedding.")
+
+
+class ModelConfig(Section):
+    """Which model: a checkpoint (`path`), or a fresh one (`shape`). Exactly one of them."""
+
+    path: str | None = None
+    """Folder in hub layout, or a hub name such as "Qwen/Qwen3-0.6B"."""
+    shape: ShapeConfig | None = None
+    """Shape of a fresh random model."""
+    init_seed: int = Field(0, ge=0, description="Seed of a fresh model's weights.")
+
+    @model_validator(mode="after")
+    def check_one_origin(self) -> ModelConfig:
+        if (self.path is None) == (self.shape is None):
+            raise ValueError('[model] needs either path = "FOLDER or hub name" or a table [model.shape], not both')
+        return self

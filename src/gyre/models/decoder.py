@@ -1,0 +1,118 @@
+"""Decoder: one definition of Llama 3, Qwen2.5 and Qwen3 for trainer and engine. In: token ids and positions, flat over
+tokens, and `attend`. Out: hidden states and logits. Callers: trainer (under autograd), engine (under inference mode).
+
+Attention is the caller's: `attend(layer, q_THD, k_TKD, v_TKD) -> out_THD` gets rotated heads and knows where the
+sequences are. All else is per token, so that the same code serves a packed chunk and a decoding batch.
+"""
+
+# T tokens, E hidden size, H heads, K kv heads, D head dim, N rows, V vocabulary
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gyre.kernels.blocks import attention_inputs, layer_output
+from gyre.kernels.norm import rms_norm
+from gyre.kernels.rope import rope_frequencies, rope_tables
+from gyre.models.spec import ModelSpec
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+class Weights(nn.Module):
+    """A named holder of a weight, and a bias where the family has one. Contents come from load or init."""
+
+    bias: nn.Parameter | None
+
+    def __init__(self, *shape: int, bias: bool = False, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
+        bias_R = nn.Parameter(torch.empty(shape[0], device=device, dtype=dtype)) if bias else None
+        self.register_parameter("bias", bias_R)
+
+
+class Layer(nn.Module):
+    """One decoder layer: its parameters, and its two halves around attention."""
+
+    def __init__(self, spec: ModelSpec, *, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.spec = spec
+        hidden, q_rows, kv_rows = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        self.attn_norm = Weights(hidden, device=device, dtype=dtype)
+        self.qkv = Weights(q_rows + 2 * kv_rows, hidden, bias=spec.qkv_bias, device=device, dtype=dtype)
+        if spec.qk_norm:
+            self.q_norm = Weights(spec.head_dim, device=device, dtype=dtype)
+            self.k_norm = Weights(spec.head_dim, device=device, dtype=dtype)
+        self.out = Weights(hidden, q_rows, device=device, dtype=dtype)
+        self.mlp_norm = Weights(hidden, device=device, dtype=dtype)
+        self.gate_up = Weights(2 * spec.mlp_size, hidden, device=device, dtype=dtype)
+        self.down = Weights(hidden, spec.mlp_size, device=device, dtype=dtype)
+
+    def forward(self, index: int, x_TE: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, attend: Attend) -> Tensor:
+        spec = self.spec
+        x_TE, q_THD, k_TKD, v_TKD = attention_inputs(
+            x_TE,
+            self.attn_norm.weight,
+            self.qkv.weight,
+            self.qkv.bias,
+            self.q_norm.weight if spec.qk_norm else None,
+            self.k_norm.weight if spec.qk_norm else None,
+            cos_T1D,
+            sin_T1D,
+            heads=(spec.num_heads, spec.num_kv_heads),
+            eps=spec.norm_eps,
+        )
+        return layer_output(
+            x_TE,
+            attend(index, q_THD, k_TKD, v_TKD).flatten(1),
+            self.out.weight,
+            self.mlp_norm.weight,
+            self.gate_up.weight,
+            self.down.weight,
+            eps=spec.norm_eps,
+        )
+
+
+class Decoder(nn.Module):
+    """The whole model. Parameter names are those of `ModelSpec.parameter_shapes`; weights are empty until
+    `init_weights` or `load_hub` fills them."""
+
+    def __init__(self, spec: ModelSpec, *, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.spec = spec
+        self.embed = Weights(spec.vocab_size, spec.hidden_size, device=device, dtype=dtype)
+        self.layers = nn.ModuleList(Layer(spec, device=device, dtype=dtype) for _ in range(spec.num_layers))
+        self.final_norm = Weights(spec.hidden_size, device=device, dtype=dtype)
+        if not spec.tied:
+            self.head = Weights(spec.vocab_size, spec.hidden_size, device=device, dtype=dtype)
+        # A float32 constant and no buffer, so that a change of dtype or a move of the weights leaves it alone.
+        self.inv_freq_F = rope_frequencies(spec.head_dim, spec.rope_theta, spec.rope_scaling, device)
+
+    @property
+    def head_weight(self) -> nn.Parameter:
+        """[V, E] projection to the vocabulary; the embedding itself when tied."""
+        return self.embed.weight if self.spec.tied else self.head.weight
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed.weight.dtype
+
+    def hidden(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+        """Return hidden_TE with the final norm applied."""
+        x_TE = F.embedding(tokens_T, self.embed.weight)
+        cos_T1D, sin_T1D = rope_tables(positions_T, self.inv_freq_F, x_TE.dtype)
+        for index, layer in enumerate(self.layers):
+            x_TE = layer(index, x_TE, cos_T1D, sin_T1D, attend)
+        return rms_norm(x_TE, self.final_norm.weight, self.spec.norm_eps)
+
+    def logits(self, hidden_NE: Tensor) -> Tensor:
+        """Return logits_NV in the compute dtype."""
+        return F.linear(hidden_NE, self.head_weight)

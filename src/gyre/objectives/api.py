@@ -1,0 +1,132 @@
+"""Objectives' public face: the whole room in one import. In: an objective config and one chunk's tensors (or a step's
+rewards). Out: a loss to be divided by one global denominator, metric sums, advantages. Callers: `trainer`, `loop`.
+
+How a trainer uses it, for one optimiser step over any split into chunks:
+
+    whole = denominator(config, token_counts_S)          # all sequences of the update, all ranks
+    for chunk in chunks:
+        loss, sums = loss_sum(config, inputs(chunk))     # LossInputs
+        (loss / whole).backward()
+        total = add_sums(total, sums)
+    report = finish_sums(total)                          # name -> mean
+
+`whole` is 0.0 when nothing has a target: there is nothing to learn from, skip the update (and say so in an event).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from torch import Tensor
+
+from gyre.objectives.advantages import (
+    Estimates,
+    Sample,
+    advantages,
+    equal_groups,
+    estimate,
+    gae,
+    kl_numpy,
+    rank_pairs,
+)
+from gyre.objectives.config import (
+    AnyObjective,
+    DpoConfig,
+    GrpoConfig,
+    ObjectiveConfig,
+    PolicyConfig,
+    PpoConfig,
+    RmConfig,
+    SftConfig,
+    is_pairwise,
+    needs_critic,
+    needs_old_logprobs,
+    needs_reference,
+    needs_rollouts,
+    required_columns,
+    trains_scores,
+)
+from gyre.objectives.dpo import dpo_loss
+from gyre.objectives.grpo import policy_loss
+from gyre.objectives.inputs import LossInputs
+from gyre.objectives.ppo import ppo_loss
+from gyre.objectives.rm import rm_loss
+from gyre.objectives.sft import sft_loss
+
+__all__ = [
+    "AnyObjective",
+    "DpoConfig",
+    "Estimates",
+    "GrpoConfig",
+    "LossInputs",
+    "ObjectiveConfig",
+    "PolicyConfig",
+    "PpoConfig",
+    "RmConfig",
+    "Sample",
+    "SftConfig",
+    "add_sums",
+    "advantages",
+    "denominator",
+    "equal_groups",
+    "estimate",
+    "finish_sums",
+    "gae",
+    "is_pairwise",
+    "kl_numpy",
+    "loss_sum",
+    "needs_critic",
+    "needs_old_logprobs",
+    "needs_reference",
+    "needs_rollouts",
+    "rank_pairs",
+    "required_columns",
+    "trains_scores",
+]
+
+
+def loss_sum(config: AnyObjective, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return (loss summed over the chunk, metric sums). Each metric is a detached float32 tensor [2]: (sum, count),
+    so that sums add over chunks and ranks and are divided once. No device synchronisation."""
+    match config:
+        case SftConfig():
+            return sft_loss(config, inputs)
+        case RmConfig():
+            return rm_loss(config, inputs)
+        case DpoConfig():
+            return dpo_loss(config, inputs)
+        case GrpoConfig():
+            return policy_loss(config, inputs)
+        case PpoConfig():
+            return ppo_loss(config, inputs)
+
+
+def denominator(config: AnyObjective, token_counts_S: Sequence[int] | np.ndarray) -> float:
+    """What the summed loss of a whole optimiser step is divided by. `token_counts_S`: number of targets of each
+    sequence of the update, over all chunks and ranks; pairwise objectives count two sequences as one pair.
+
+    Additive over any split of the sequences. Fully masked sequences do not count.
+    """
+    counts_S = np.asarray(token_counts_S, dtype=np.int64)
+    if isinstance(config, RmConfig | DpoConfig):
+        assert len(counts_S) % 2 == 0, f"pairs need an even number of sequences, got {len(counts_S)}"
+        return float(len(counts_S) // 2)
+    if config.aggregation == "token":
+        return float(counts_S.sum())
+    num_sequences = float((counts_S > 0).sum())
+    if config.aggregation == "sequence":
+        return num_sequences
+    assert isinstance(config, PolicyConfig)
+    return num_sequences * config.fixed_length_tokens
+
+
+def add_sums(total: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Add one chunk's metric sums to a total; start from {}."""
+    return {**total, **{name: total[name] + pair if name in total else pair for name, pair in sums.items()}}
+
+
+def finish_sums(total: Mapping[str, Tensor]) -> dict[str, float]:
+    """Divide once: name -> mean. A metric that nothing was counted for is left out."""
+    pairs = {name: pair.tolist() for name, pair in total.items()}
+    return {name: value / count for name, (value, count) in pairs.items() if count > 0}

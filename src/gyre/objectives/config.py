@@ -1,0 +1,252 @@
+"""Objective config: which mathematics a run trains with. In: the `[objective]` table. Out: one frozen, resolved model,
+and the plain questions that other rooms ask of it. Torch-free. Callers: `runconfig`, `loop`, `trainer`, `wire`.
+
+A GRPO variant is a row of `VARIANTS`: named choices that fill whatever the TOML leaves out, so that after parsing no
+field is open and every choice can be set on its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import Field, model_validator
+
+from gyre.core.config import Section
+
+Variant = Literal["grpo", "dapo", "dr_grpo", "gspo", "rloo", "reinforce_pp", "cispo"]
+Estimator = Literal["k1", "k2", "k3", "k3_plus"]
+
+_CLIPPED = {"surrogate": "clip", "clip_low": 0.2, "clip_high": 0.2}
+_GROUP = {"baseline": "group_mean", "scale": "group_std", "ratio": "token", "equal_groups": "keep"}
+
+VARIANTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        # Shao et al. 2024, arXiv 2402.03300, eq. 3: mean over tokens, then over sequences
+        "grpo": {**_GROUP, **_CLIPPED, "aggregation": "sequence"},
+        # Yu et al. 2025, arXiv 2503.14476, eq. 8: clip-higher, token-level mean, groups with spread only
+        "dapo": {**_GROUP, **_CLIPPED, "clip_high": 0.28, "aggregation": "token", "equal_groups": "drop"},
+        # Liu et al. 2025, arXiv 2503.20783, section 3.2: neither division by the standard deviation nor by the length
+        "dr_grpo": {**_GROUP, **_CLIPPED, "scale": "none", "aggregation": "fixed_length"},
+        # Zheng et al. 2025, arXiv 2507.18071, eq. 5 to 7: one length-normalised ratio per sequence
+        "gspo": {
+            **_GROUP,
+            **_CLIPPED,
+            "ratio": "sequence",
+            "clip_low": 3e-4,
+            "clip_high": 4e-4,
+            "aggregation": "sequence",
+        },
+        # Ahmadian et al. 2024, arXiv 2402.14740, section 2.2: leave-one-out baseline, every token of equal weight
+        "rloo": {**_GROUP, **_CLIPPED, "baseline": "leave_one_out", "scale": "none", "aggregation": "token"},
+        # Hu et al. 2025, arXiv 2501.03262: no group; KL in the reward, normalised over the whole batch's tokens
+        "reinforce_pp": {
+            **_GROUP,
+            **_CLIPPED,
+            "baseline": "none",
+            "scale": "batch_std",
+            "aggregation": "token",
+            "kl_in": "reward",
+            "kl_estimator": "k1",
+        },
+        # MiniMax 2025, arXiv 2506.13585, eq. 4 and 5: the ratio is clipped and detached, no token loses its gradient
+        "cispo": {**_GROUP, "surrogate": "cispo", "clip_low": 1.0, "clip_high": 4.0, "aggregation": "token"},
+    }
+)
+
+
+class SftConfig(Section):
+    """Supervised fine-tuning: cross-entropy on the target tokens."""
+
+    kind: Literal["sft"] = "sft"
+    aggregation: Literal["token", "sequence"] = "token"
+    """What the loss is a mean over: all target tokens of an update, or its sequences (each a mean over its tokens)."""
+
+
+class RmConfig(Section):
+    """Reward model from preference pairs (Bradley–Terry)."""
+
+    kind: Literal["rm"] = "rm"
+    center_coef: float = Field(default=0.0, ge=0.0)
+    """Weight of the squared sum of a pair's two scores, which keeps scores around zero; 0 turns it off."""
+
+
+class DpoConfig(Section):
+    """Direct preference optimisation on offline pairs, or on pairs of own completions ranked by reward."""
+
+    kind: Literal["dpo"] = "dpo"
+    loss: Literal["sigmoid", "ipo"] = "sigmoid"
+    """sigmoid is DPO (with label_smoothing: cDPO), ipo regresses the log-ratio gap on 1 / (2 beta)."""
+    beta: float = Field(default=0.1, gt=0.0)
+    """How strongly the policy is held to the reference."""
+    label_smoothing: float = Field(default=0.0, ge=0.0, lt=0.5)
+    """Share of pairs taken to be labelled the wrong way round (cDPO); sigmoid only."""
+    average_logprobs: bool = False
+    """Divide each sequence's log-prob by its number of target tokens before pairs are compared."""
+    sft_coef: float = Field(default=0.0, ge=0.0)
+    """Weight of the chosen sequence's mean negative log-likelihood, added to each pair's loss; 0 turns it off."""
+    pairs: Literal["offline", "online"] = "offline"
+    """offline: pairs come from the data; online: from each group of completions, ranked by reward."""
+    pairs_per_group: int = Field(default=1, ge=1)
+    """Online: pairs made of one group at most: best with worst, second best with second worst, …"""
+    min_reward_gap: float = Field(default=0.0, ge=0.0)
+    """Online: a pair is made only if its rewards differ by more than this."""
+
+    @model_validator(mode="after")
+    def check(self) -> DpoConfig:
+        if self.loss == "ipo" and self.label_smoothing:
+            raise ValueError("label_smoothing needs loss = 'sigmoid'; set it to 0 with loss = 'ipo'")
+        return self
+
+
+class PolicyConfig(Section):
+    """What the policy-gradient objectives share: ratio, surrogate, KL, correction, aggregation."""
+
+    ratio: Literal["token", "sequence"] = "token"
+    """Importance ratio of each token, or one geometric mean per sequence."""
+    surrogate: Literal["clip", "cispo", "reinforce"] = "clip"
+    """clip is PPO's pessimistic minimum; cispo clips and detaches the ratio; reinforce has no ratio at all."""
+    clip_low: float = Field(default=0.2, ge=0.0, le=1.0)
+    """The ratio is clipped below at 1 - clip_low."""
+    clip_high: float = Field(default=0.2, ge=0.0)
+    """The ratio is clipped above at 1 + clip_high."""
+    dual_clip: float = Field(default=0.0, ge=0.0)
+    """With a negative advantage the loss is at most this times its size (must exceed 1); 0 turns it off."""
+    ratio_base: Literal["trainer", "engine"] = "trainer"
+    """Whose log-probs the ratio divides by: the trainer's before the update, or those that the engine sampled with."""
+    tis_cap: float = Field(default=2.0, ge=0.0)
+    """Truncated importance sampling: tokens are weighted by min(trainer / engine probability, this); 0 turns it
+    off, and so does ratio_base = 'engine', whose ratio already starts there."""
+    aggregation: Literal["token", "sequence", "fixed_length"] = "token"
+    """What an update's loss is a mean over: its tokens, its sequences, or sequences times fixed_length_tokens."""
+    fixed_length_tokens: int = Field(default=0, ge=0)
+    """Divisor per sequence under aggregation = 'fixed_length', for example the rollout's max_tokens."""
+    kl_coef: float = Field(default=0.0, ge=0.0)
+    """Weight of the KL to the reference model; 0 means that no reference is loaded."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where the KL enters: a term of the loss, or a penalty on each token's reward before advantages."""
+    kl_estimator: Estimator = "k3"
+    """Per-token estimator: k1 log-ratio, k2 half its square, k3 unbiased and positive, k3_plus k3 with k2 gradient."""
+    kl_clamp: float = Field(default=0.0, ge=0.0)
+    """Largest size of a token's KL estimate; 0 leaves it unbounded. Clamped tokens are counted."""
+    entropy_coef: float = Field(default=0.0, ge=0.0)
+    """Weight of the entropy bonus."""
+
+    @model_validator(mode="after")
+    def check_policy(self) -> PolicyConfig:
+        if self.dual_clip and self.dual_clip <= 1.0:
+            raise ValueError(f"dual_clip = {self.dual_clip}: need more than 1 (3 is usual), or 0 to turn it off")
+        if self.dual_clip and self.surrogate != "clip":
+            raise ValueError(f"dual_clip needs surrogate = 'clip', got '{self.surrogate}'; set dual_clip = 0")
+        if self.aggregation == "fixed_length" and self.fixed_length_tokens == 0:
+            raise ValueError(
+                "aggregation = 'fixed_length' (also dr_grpo) needs fixed_length_tokens; "
+                "set it to the longest completion, the rollout's max_tokens"
+            )
+        if self.kl_coef and self.kl_in == "loss" and self.kl_estimator == "k1":
+            raise ValueError(
+                "kl_estimator = 'k1' has a gradient of zero mean as a loss; use 'k2', 'k3' or 'k3_plus', "
+                "or kl_in = 'reward'"
+            )
+        if self.kl_in == "reward" and self.kl_estimator == "k3_plus":
+            raise ValueError(
+                "kl_estimator = 'k3_plus' differs from 'k3' by its gradient only; a reward has none: use 'k3'"
+            )
+        return self
+
+
+class GrpoConfig(PolicyConfig):
+    """Group-relative policy optimisation and its kin."""
+
+    kind: Literal["grpo"] = "grpo"
+    variant: Variant = "grpo"
+    """Row of named choices that fills every field below that is not set (and those of the policy loss)."""
+    baseline: Literal["group_mean", "leave_one_out", "none"] = "group_mean"
+    """What is subtracted from a reward: its group's mean, the mean of its siblings, or nothing."""
+    scale: Literal["group_std", "batch_std", "none"] = "group_std"
+    """What advantages are divided by; batch_std also subtracts the batch mean, over all sampled tokens."""
+    equal_groups: Literal["keep", "drop"] = "keep"
+    """What the loop does with groups whose rewards are all equal: they teach nothing but count in the mean."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def fill_from_variant(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        variant = values.get("variant", "grpo")
+        return {**VARIANTS[variant], **values} if variant in get_args(Variant) else values
+
+
+class PpoConfig(PolicyConfig):
+    """Proximal policy optimisation with a critic."""
+
+    kind: Literal["ppo"] = "ppo"
+    kl_in: Literal["loss", "reward"] = "reward"
+    """Where the KL enters: a term of the loss, or a penalty on each token's reward before advantages."""
+    kl_estimator: Estimator = "k1"
+    """Per-token estimator: k1 log-ratio, k2 half its square, k3 unbiased and positive, k3_plus k3 with k2 gradient."""
+    gamma: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Discount per token."""
+    lam: float = Field(default=0.95, ge=0.0, le=1.0)
+    """Weight of longer returns in generalised advantage estimation; 1 is Monte Carlo, 0 one-step."""
+    whiten: bool = True
+    """Shift and scale the advantages of a step to mean 0 and variance 1 over its tokens."""
+    value_clip: float = Field(default=0.2, ge=0.0)
+    """How far a value may move from the critic's old one before its loss stops shrinking; 0 turns it off."""
+    vf_coef: float = Field(default=0.5, ge=0.0)
+    """Weight of the value loss (half the squared error) beside the policy loss."""
+
+
+ObjectiveConfig = Annotated[SftConfig | RmConfig | DpoConfig | GrpoConfig | PpoConfig, Field(discriminator="kind")]
+AnyObjective = SftConfig | RmConfig | DpoConfig | GrpoConfig | PpoConfig
+
+
+def needs_reference(config: AnyObjective) -> bool:
+    """Whether somebody must compute the reference model's log-probs of each step's tokens."""
+    return config.kind == "dpo" or (isinstance(config, PolicyConfig) and config.kl_coef > 0.0)
+
+
+def needs_critic(config: AnyObjective) -> bool:
+    """Whether the trainer holds a critic: values before the step, value loss in it."""
+    return config.kind == "ppo"
+
+
+def needs_rollouts(config: AnyObjective) -> bool:
+    """Whether an engine and rewards take part; without them, data feeds the trainer straight."""
+    return isinstance(config, PolicyConfig) or (isinstance(config, DpoConfig) and config.pairs == "online")
+
+
+def is_pairwise(config: AnyObjective) -> bool:
+    """Whether sequences come as preference pairs, whose two members must share a chunk."""
+    return config.kind in ("rm", "dpo")
+
+
+def trains_scores(config: AnyObjective) -> bool:
+    """Whether the model trained is a reward model: `scores_S` from a scalar head, no log-probs."""
+    return config.kind == "rm"
+
+
+def needs_old_logprobs(config: AnyObjective, *, updates_per_batch: int) -> bool:
+    """Whether column "old_logprobs" must be computed before training on a batch.
+
+    With a single update per batch the policy has not moved when its loss is computed: old equals new, and
+    `LossInputs.old_logprobs_N` stays None.
+    """
+    return isinstance(config, PolicyConfig) and config.ratio_base == "trainer" and updates_per_batch > 1
+
+
+def required_columns(config: AnyObjective) -> frozenset[str]:
+    """Names of the `TrainSequence.columns` that `loss_sum` reads (beside "old_logprobs", see `needs_old_logprobs`)."""
+    if isinstance(config, RmConfig):
+        return frozenset()
+    if isinstance(config, SftConfig):
+        return frozenset({"loss_mask"})
+    if isinstance(config, DpoConfig):
+        return frozenset({"loss_mask", "reference_logprobs"})
+    columns = {"loss_mask", "advantages", "logprobs"}
+    if config.kl_coef > 0.0 and config.kl_in == "loss":
+        columns.add("reference_logprobs")
+    if config.kind == "ppo":
+        columns |= {"values", "returns"}
+    return frozenset(columns)

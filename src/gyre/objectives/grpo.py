@@ -1,0 +1,141 @@
+"""Policy loss: the clipped surrogate that GRPO, its variants and PPO share. In: log-probs, advantages. Out: summed
+loss, metric sums. Callers: `objectives.api`, `objectives.ppo`. See `config` for the table of variants and `advantages`.
+
+N target tokens of a chunk, S its sequences.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gyre.objectives import terms
+from gyre.objectives.config import PolicyConfig
+from gyre.objectives.inputs import LossInputs
+
+
+def policy_loss(config: PolicyConfig, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+    """Surrogate, weighted by engine correction, plus KL to the reference, minus the entropy bonus."""
+    logprobs_N, index_N, counts_S = inputs.logprobs_N, inputs.sequence_index_N, inputs.target_counts_S
+    assert logprobs_N is not None, "the policy loss needs logprobs_N"
+    assert inputs.advantages_N is not None, "the policy loss needs advantages_N"
+    old_N = _old_logprobs(config, inputs)
+    log_ratio_N = terms.log_ratio(logprobs_N, old_N)
+    if config.ratio == "sequence":
+        log_ratio_N = terms.sequence_log_ratio(log_ratio_N, index_N, counts_S)
+    ratio_N = log_ratio_N.exp()
+    surrogate_N = surrogate(config, ratio_N, logprobs_N, inputs.advantages_N)
+    loss_N, correction = _corrected(config, inputs, surrogate_N)
+    loss_N, extras = _regularised(config, inputs, loss_N, ratio_N)
+    weights_N = terms.aggregation_weights(config.aggregation, index_N, counts_S, loss_N.dtype)
+    loss = (weights_N * loss_N).sum()
+    mass = terms.aggregation_mass(config.aggregation, counts_S, config.fixed_length_tokens)
+    sums = {
+        "policy_loss": torch.stack([(weights_N * surrogate_N.detach()).sum().float(), mass]),
+        "loss": torch.stack([loss.detach().float(), mass]),
+        **_ratio_sums(config, ratio_N, logprobs_N, old_N, inputs.advantages_N),
+        **_gap_sums(inputs, old_N),
+        **correction,
+        **extras,
+    }
+    return loss, sums
+
+
+def surrogate(config: PolicyConfig, ratio_N: Tensor, logprobs_N: Tensor, advantages_N: Tensor) -> Tensor:
+    """Per-token loss to be minimised.
+
+    clip: -min(r A, clip(r) A); Schulman et al. 2017, arXiv 1707.06347, eq. 7, with the two bounds apart as in DAPO,
+    arXiv 2503.14476, eq. 10. dual_clip c bounds it by c |A| for A < 0; Ye et al. 2020, arXiv 1912.09729, "dual-clip".
+    cispo: -sg(clip(r)) A log p; MiniMax 2025, arXiv 2506.13585, eq. 4 and 5.
+    reinforce: -A log p; Williams 1992.
+    """
+    if config.surrogate == "reinforce":
+        return -advantages_N * logprobs_N
+    clipped_N = ratio_N.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
+    if config.surrogate == "cispo":
+        return -clipped_N.detach() * advantages_N * logprobs_N
+    loss_N = torch.maximum(-advantages_N * ratio_N, -advantages_N * clipped_N)
+    if config.dual_clip:
+        bounded_N = torch.minimum(loss_N, -advantages_N * config.dual_clip)
+        loss_N = torch.where(advantages_N < 0, bounded_N, loss_N)
+    return loss_N
+
+
+def _old_logprobs(config: PolicyConfig, inputs: LossInputs) -> Tensor:
+    """What the ratio divides by. A policy that has not moved since the batch was made is its own old policy."""
+    assert inputs.logprobs_N is not None
+    if config.ratio_base == "engine":
+        assert inputs.behaviour_logprobs_N is not None, "ratio_base = 'engine' needs behaviour_logprobs_N"
+        return inputs.behaviour_logprobs_N
+    return inputs.logprobs_N.detach() if inputs.old_logprobs_N is None else inputs.old_logprobs_N
+
+
+def _corrected(config: PolicyConfig, inputs: LossInputs, loss_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Weigh each token by trainer over engine probability. Not when the ratio itself starts from the engine."""
+    if not config.tis_cap or config.ratio_base == "engine":
+        return loss_N, {}
+    assert inputs.behaviour_logprobs_N is not None, "tis_cap needs behaviour_logprobs_N; set tis_cap = 0 to go without"
+    weights_N = terms.truncated_weights(_old_logprobs(config, inputs), inputs.behaviour_logprobs_N, config.tis_cap)
+    sums = {
+        "tis_weight": terms.mean_sum(weights_N),
+        "tis_truncated_fraction": terms.mean_sum((weights_N >= config.tis_cap).float()),
+    }
+    return weights_N * loss_N, sums
+
+
+def _regularised(
+    config: PolicyConfig, inputs: LossInputs, loss_N: Tensor, ratio_N: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Add the KL to the reference and the entropy bonus, and measure both."""
+    sums: dict[str, Tensor] = {}
+    assert inputs.logprobs_N is not None
+    if config.kl_coef and config.kl_in == "loss":
+        assert inputs.reference_logprobs_N is not None, "kl_coef needs reference_logprobs_N"
+        kl_N = terms.kl_estimate(config.kl_estimator, inputs.logprobs_N, inputs.reference_logprobs_N, config.kl_clamp)
+        loss_N = loss_N + config.kl_coef * kl_N
+        sums["kl_reference"] = terms.mean_sum(kl_N)
+        sums["kl_bounded_fraction"] = terms.mean_sum(
+            terms.kl_bounded(config.kl_estimator, inputs.logprobs_N, inputs.reference_logprobs_N, config.kl_clamp)
+        )
+    if inputs.entropy_N is not None:
+        sums["entropy"] = terms.mean_sum(inputs.entropy_N)
+    if config.entropy_coef:
+        assert inputs.entropy_N is not None, "entropy_coef needs entropy_N"
+        loss_N = loss_N - config.entropy_coef * terms.entropy_term(inputs.entropy_N, inputs.logprobs_N, ratio_N)
+    return loss_N, sums
+
+
+def _ratio_sums(
+    config: PolicyConfig, ratio_N: Tensor, logprobs_N: Tensor, old_N: Tensor, advantages_N: Tensor
+) -> dict[str, Tensor]:
+    """How far the policy has moved within this batch, and where the clip took the gradient away."""
+    with torch.no_grad():
+        low_N = (ratio_N < 1.0 - config.clip_low).float()
+        high_N = (ratio_N > 1.0 + config.clip_high).float()
+        if config.surrogate == "clip":
+            low_N, high_N = low_N * (advantages_N < 0), high_N * (advantages_N > 0)
+        bound_N = ((logprobs_N - old_N).abs() >= terms.LOG_RATIO_BOUND).float()
+        return {
+            "ratio": terms.mean_sum(ratio_N),
+            "kl_old": terms.mean_sum(terms.kl_estimate("k3", old_N, logprobs_N)),
+            "clip_fraction": terms.mean_sum(low_N + high_N),
+            "clip_low_fraction": terms.mean_sum(low_N),
+            "clip_high_fraction": terms.mean_sum(high_N),
+            "ratio_bounded_fraction": terms.mean_sum(bound_N),
+        }
+
+
+def _gap_sums(inputs: LossInputs, old_N: Tensor) -> dict[str, Tensor]:
+    """How far the trainer's log-probs are from those the engine sampled with, weights being equal: 0 and 1 when both
+    compute the same. `engine_gap_mult` is the mean of exp |difference|, the form that published gates use."""
+    if inputs.behaviour_logprobs_N is None:
+        return {}
+    assert inputs.logprobs_N is not None
+    with torch.no_grad():
+        trainer_N = inputs.logprobs_N if inputs.old_logprobs_N is None else inputs.old_logprobs_N
+        gap_N = (trainer_N - inputs.behaviour_logprobs_N).abs().clamp(max=terms.LOG_RATIO_BOUND)
+        return {
+            "engine_gap": terms.mean_sum(gap_N),
+            "engine_gap_mult": terms.mean_sum(gap_N.exp()),
+            "engine_kl": terms.mean_sum(terms.kl_estimate("k3", inputs.behaviour_logprobs_N, trainer_N)),
+        }

@@ -1,0 +1,126 @@
+"""Terms: the pieces that every loss is made of. In: flat tensors over a chunk's target tokens. Out: flat tensors, or
+(sum, count) pairs for metrics. Callers: the losses of this room.
+
+N target tokens of a chunk, S its sequences.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gyre.objectives.config import Estimator
+
+# exp() of a larger log-ratio says nothing more than "far off policy", and its gradient overflows float32.
+LOG_RATIO_BOUND = 20.0
+
+
+def mean_sum(values_N: Tensor, weights_N: Tensor | None = None) -> Tensor:
+    """A metric: (weighted sum, weight) as a detached float32 tensor [2]."""
+    values_N = values_N.detach().float()
+    if weights_N is None:
+        return torch.stack([values_N.sum(), values_N.new_full((), float(values_N.numel()))])
+    weights_N = weights_N.detach().float()
+    return torch.stack([(values_N * weights_N).sum(), weights_N.sum()])
+
+
+def sequence_sums(values_N: Tensor, sequence_index_N: Tensor, num_sequences: int) -> Tensor:
+    """Sum over each sequence's targets, [S]; differentiable."""
+    return values_N.new_zeros(num_sequences).index_add(0, sequence_index_N, values_N)
+
+
+def sequence_means(values_N: Tensor, sequence_index_N: Tensor, target_counts_S: Tensor) -> Tensor:
+    """Mean over each sequence's targets, [S]; 0 for a sequence without any."""
+    sums_S = sequence_sums(values_N, sequence_index_N, target_counts_S.shape[0])
+    return sums_S / target_counts_S.clamp(min=1)
+
+
+def aggregation_weights(
+    aggregation: str, sequence_index_N: Tensor, target_counts_S: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Weight of each token in the summed loss, [N]. With `api.denominator` it makes token means, means of
+    sequence means, or sums over a fixed length, whatever the split into chunks."""
+    if aggregation == "sequence":
+        return target_counts_S.to(dtype).reciprocal()[sequence_index_N]
+    return torch.ones_like(sequence_index_N, dtype=dtype)
+
+
+def aggregation_mass(aggregation: str, target_counts_S: Tensor, fixed_length_tokens: int) -> Tensor:
+    """This chunk's share of the denominator, as a tensor: what a loss metric is divided by."""
+    if aggregation == "token":
+        return target_counts_S.sum().float()
+    num_sequences = (target_counts_S > 0).sum().float()
+    return num_sequences if aggregation == "sequence" else num_sequences * fixed_length_tokens
+
+
+def log_ratio(logprobs_N: Tensor, base_logprobs_N: Tensor) -> Tensor:
+    """log(new / base) per token, bounded so that its exponential and gradient stay finite."""
+    return (logprobs_N - base_logprobs_N).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
+def sequence_log_ratio(log_ratio_N: Tensor, sequence_index_N: Tensor, target_counts_S: Tensor) -> Tensor:
+    """Per token, the mean log-ratio of its sequence; its gradient goes to the token's own log-prob.
+
+    GSPO-token, Zheng et al. 2025, arXiv 2507.18071, eq. 13 and 14: s_{i,t} = sg[s_i] pi_t / sg[pi_t]. With one
+    advantage per sequence its gradient, summed with weight 1 / length, is that of eq. 5.
+    """
+    means_S = sequence_means(log_ratio_N.detach(), sequence_index_N, target_counts_S)
+    return means_S[sequence_index_N] + (log_ratio_N - log_ratio_N.detach())
+
+
+def kl_estimate(estimator: Estimator, logprobs_N: Tensor, reference_logprobs_N: Tensor, clamp: float = 0.0) -> Tensor:
+    """Per-token estimate of KL(policy || reference) from tokens that the policy sampled.
+
+    Schulman 2020, "Approximating KL divergence", with r = reference / policy: k1 = -log r, k2 = (log r)^2 / 2,
+    k3 = r - 1 - log r. k3 is GRPO's, Shao et al. 2024, arXiv 2402.03300, eq. 4. k3_plus shows k3 and has the gradient
+    of k2, whose expectation is the gradient of the KL itself. `clamp` bounds the shown value (0: unbounded), and k3
+    takes log r to be at most LOG_RATIO_BOUND; a token past a bound passes no gradient and `kl_bounded` counts it.
+    """
+    gap_N = logprobs_N - reference_logprobs_N
+    if estimator == "k1":
+        kl_N = gap_N
+    elif estimator == "k2":
+        kl_N = 0.5 * gap_N.square()
+    else:
+        near_N = gap_N.clamp(min=-LOG_RATIO_BOUND)
+        kl_N = torch.expm1(-near_N) + near_N
+    if clamp:
+        kl_N = kl_N.clamp(-clamp, clamp)
+    if estimator != "k3_plus":
+        return kl_N
+    bounded_N = kl_bounded(estimator, logprobs_N, reference_logprobs_N, clamp)
+    k2_N = 0.5 * gap_N.square() * (1.0 - bounded_N)
+    return kl_N.detach() + (k2_N - k2_N.detach())
+
+
+def kl_bounded(estimator: Estimator, logprobs_N: Tensor, reference_logprobs_N: Tensor, clamp: float) -> Tensor:
+    """1.0 where a bound replaced the token's KL estimate, else 0.0."""
+    with torch.no_grad():
+        gap_N = logprobs_N - reference_logprobs_N
+        bounded_N = torch.zeros_like(gap_N, dtype=torch.bool)
+        if estimator in ("k3", "k3_plus"):
+            bounded_N = gap_N < -LOG_RATIO_BOUND
+        if clamp:
+            unclamped = "k3" if estimator == "k3_plus" else estimator
+            bounded_N = bounded_N | (kl_estimate(unclamped, logprobs_N, reference_logprobs_N).abs() > clamp)
+        return bounded_N.to(gap_N.dtype)
+
+
+def truncated_weights(trainer_logprobs_N: Tensor, engine_logprobs_N: Tensor, cap: float) -> Tensor:
+    """min(trainer / engine probability, cap) per token, detached: truncated importance sampling (Ionides 2008;
+    Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training")."""
+    with torch.no_grad():
+        return log_ratio(trainer_logprobs_N, engine_logprobs_N).exp().clamp(max=cap)
+
+
+def entropy_term(entropy_N: Tensor, logprobs_N: Tensor, ratio_N: Tensor) -> Tensor:
+    """The entropy per token, with a gradient.
+
+    When the forward pass gives entropies without gradient (the vocabulary's logits are never kept), the gradient is the
+    score-function one on the sampled token: grad H = -E[log p grad log p], from grad H = -E[(1 + log p) grad log p] and
+    E[grad log p] = 0; weighted by the detached ratio, since the sample came from the old policy.
+    """
+    if entropy_N.requires_grad:
+        return entropy_N
+    pull_N = -0.5 * logprobs_N.square() * ratio_N.detach()
+    return entropy_N + (pull_N - pull_N.detach())

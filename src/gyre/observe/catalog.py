@@ -1,0 +1,142 @@
+"""Catalog: what the well-known metrics of `step.done` mean and where they are shown. In: a metric name. Out: its place.
+
+A metric that is not listed is still shown, under its own name. Callers: live.py, report_curves.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PHASE_ORDER = ("rollout", "score", "train", "handover", "evaluate", "snapshot")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """One chart. `metrics` are names, or prefixes that end with "*", in the order in which they are drawn."""
+
+    panel_id: str
+    title: str
+    unit: str  # "" for plain numbers, "fraction" for what reads as per cent
+    help: str  # one sentence for who has not met it
+    metrics: tuple[str, ...]
+    per_stage: bool = False  # stages measure it on different scales: one chart each
+
+
+PANELS = (
+    Panel(
+        panel_id="reward",
+        title="Reward",
+        unit="",
+        help="Mean score of the rollouts of a step: the weighted sum of the reward's parts.",
+        metrics=("reward", "reward_mean", "reward/mean"),
+    ),
+    Panel(
+        panel_id="accuracy",
+        title="Accuracy",
+        unit="fraction",
+        help="Share of problems answered rightly. Dots are evaluations with their 95 % interval.",
+        metrics=("accuracy", "accuracy/*", "pair_accuracy", "reward_accuracy"),
+    ),
+    Panel(
+        panel_id="reward_parts",
+        title="Reward by part",
+        unit="",
+        help="Mean value of each part of the reward, before its weight.",
+        metrics=("reward/*",),
+    ),
+    Panel(
+        panel_id="length",
+        title="Completion length",
+        unit="tokens",
+        help="Mean number of tokens that the policy chose per completion.",
+        metrics=("length", "length/*", "length_mean", "completion_tokens"),
+    ),
+    Panel(
+        panel_id="entropy",
+        title="Entropy",
+        unit="nats",
+        help="Mean entropy of the policy's next-token distribution. A collapse to 0 ends exploration.",
+        metrics=("entropy", "entropy/*"),
+    ),
+    Panel(
+        panel_id="kl",
+        title="KL to the reference",
+        unit="nats",
+        help="How far the policy has moved from the reference model, per token.",
+        metrics=("kl", "kl_reference", "kl/*"),
+    ),
+    Panel(
+        panel_id="clip_fraction",
+        title="Clip fraction",
+        unit="fraction",
+        help="Share of tokens whose probability ratio was clipped.",
+        metrics=("clip_fraction", "clip_low_fraction", "clip_high_fraction", "clip_fraction/*"),
+    ),
+    Panel(
+        panel_id="engine_gap",
+        title="Engine–trainer log-prob gap",
+        unit="nats",
+        help="Mean absolute difference between the log-probs that the engine sampled with and the trainer's own.",
+        metrics=("engine_gap", "logprob_gap", "logprob_gap/*"),
+    ),
+    Panel(
+        panel_id="loss",
+        title="Loss",
+        unit="",
+        help="What the optimiser minimises. Stages with different objectives are not comparable.",
+        metrics=("loss", "policy_loss", "value_loss", "preference_loss", "loss/*"),
+        per_stage=True,
+    ),
+    Panel(
+        panel_id="grad_norm",
+        title="Gradient norm",
+        unit="",
+        help="Norm of the whole gradient before clipping.",
+        metrics=("grad_norm", "critic_grad_norm", "grad_norm/*"),
+        per_stage=True,
+    ),
+    Panel(
+        panel_id="tokens_per_second",
+        title="Throughput",
+        unit="tokens/s",
+        help="Tokens per second of wall time.",
+        metrics=("tokens_per_second", "tokens_per_second/*", "*_tokens_per_second", "tokens_per_s"),
+    ),
+    Panel(
+        panel_id="learning_rate",
+        title="Learning rate",
+        unit="",
+        help="Step size of the optimiser after warm-up and decay.",
+        metrics=("learning_rate", "learning_rate/*", "lr"),
+    ),
+)
+
+
+def matches(pattern: str, metric: str) -> bool:
+    """Say whether a metric belongs to a pattern with at most one "*", at one end."""
+    if pattern.endswith("*"):
+        return metric.startswith(pattern[:-1])
+    if pattern.startswith("*"):
+        return metric.endswith(pattern[1:])
+    return metric == pattern
+
+
+def place(metric: str) -> tuple[Panel, int] | None:
+    """Return the panel of a metric and its rank there. An exact name beats a prefix of another panel."""
+    hits = [
+        (("*" in pattern), rank, panel)
+        for panel in PANELS
+        for rank, pattern in enumerate(panel.metrics)
+        if matches(pattern, metric)
+    ]
+    if not hits:
+        return None
+    _, rank, panel = min(hits, key=lambda hit: hit[0])
+    return panel, rank
+
+
+def pick(metrics: dict[str, float], panel_id: str) -> float | None:
+    """Return the first metric of a panel that a step has, for a display with room for one number."""
+    placed = [(place(name), value) for name, value in metrics.items()]
+    ranked = [(where[1], value) for where, value in placed if where is not None and where[0].panel_id == panel_id]
+    return min(ranked, key=lambda item: item[0])[1] if ranked else None

@@ -1,0 +1,23 @@
+"""Config of `observe`: what a run writes beside events.jsonl. In: the [observe] table. Caller: runconfig."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from gyre.core.config import Section
+
+
+class ObserveConfig(Section):
+    """What is recorded, and where it is shown."""
+
+    tensorboard: bool = Field(False, description="Write TensorBoard files to RUN/tensorboard (extra: track).")
+    wandb: Literal["off", "offline", "online"] = Field(
+        "off", description="Send curves to Weights & Biases, or keep them in RUN/wandb to sync later (extra: track)."
+    )
+    wandb_project: str = Field("gyre", description="Project that W&B runs appear under.")
+    sample_groups_per_step: int = Field(
+        4, ge=0, description="Prompt groups per step whose rollouts go to samples.jsonl; 0 keeps none."
+    )
+    report: bool = Field(True, description="Write report.html when the run ends.")

@@ -1,0 +1,265 @@
+"""Live progress: what the terminal shows while a run goes on, and the panel at its end. In: event rows. Out: text on
+stderr: one panel redrawn in a terminal, plain lines elsewhere. Callers: `cli` and `wire`, by `events.subscribe`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.box import ROUNDED
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from gyre.observe.catalog import pick
+from gyre.observe.live_state import LiveState, advance
+
+LINE_INTERVAL_S = 1.0  # plain lines of fast steps come no more often than this
+SPARKS = "▁▂▃▄▅▆▇█"
+SHOWN = (("reward", "reward"), ("accuracy", "accuracy"), ("loss", "loss"), ("length", "length"), ("kl", "KL"),
+         ("tokens_per_second", "tokens/s"))  # fmt: skip
+
+
+class Progress(Protocol):
+    """A listener of events that shows them."""
+
+    def __call__(self, row: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None:
+        """End the display; what is on the screen stays."""
+        ...
+
+    def summary(self, run_folder: Path, *, report: Path | None = None) -> None:
+        """Print how the run ended and what to type next."""
+        ...
+
+
+def make_progress(*, plain: bool = False, console: Console | None = None) -> Progress:
+    """Return a panel where stderr is a terminal, and lines where it is not or `plain` is asked (as by --json)."""
+    console = console or Console(stderr=True)
+    return LineProgress(console) if plain or not console.is_terminal else PanelProgress(console)
+
+
+class LineProgress:
+    """One line per step, evaluation and stage, none of them redrawn."""
+
+    def __init__(self, console: Console):
+        self._console = console
+        self._state = LiveState()
+        self._last_line_t = -math.inf
+
+    def __call__(self, row: Mapping[str, Any]) -> None:
+        counted = self._state.num_counted
+        self._state = state = advance(self._state, row)
+        kind = row["kind"]
+        if kind == "stage.started":
+            number, total = state.position
+            of_steps = f", {state.steps} steps" if state.steps else ""
+            self._print(f"stage {state.stage} ({number}/{total}{of_steps})")
+        elif kind == "eval.done":
+            self._print(eval_line(row))
+        elif kind == "step.done" and (state.step == state.steps or row["t"] - self._last_line_t >= LINE_INTERVAL_S):
+            self._last_line_t = row["t"]
+            self._print(step_line(state))
+        elif kind == "attempt.started" and row.get("resumed_from"):
+            self._print(f"resumed as attempt {row['attempt']}")
+        if state.num_counted > counted:
+            self._print(f"{kind}: {event_detail(row)}")
+
+    def close(self) -> None:
+        pass
+
+    def summary(self, run_folder: Path, *, report: Path | None = None) -> None:
+        for line in summary_lines(self._state, run_folder, report):
+            self._print(line)
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+class PanelProgress:
+    """One panel at the foot of the terminal. Lines that others print scroll by above it."""
+
+    def __init__(self, console: Console, *, clock: Callable[[], float] = time.time):
+        self._console = console
+        self._clock = clock
+        self._state = LiveState()
+        self._live: Live | None = None
+
+    def __call__(self, row: Mapping[str, Any]) -> None:
+        self._state = advance(self._state, row)
+        if self._live is None and self._state.done is None:
+            self._live = Live(get_renderable=self.render, console=self._console, refresh_per_second=4, transient=True)
+            self._live.start()
+        if row["kind"] == "run.done":
+            self.close()
+
+    def render(self) -> RenderableType:
+        return render_panel(self._state, self._clock())
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def summary(self, run_folder: Path, *, report: Path | None = None) -> None:
+        self.close()
+        self._console.print(render_summary(self._state, run_folder, report))
+
+
+def step_line(state: LiveState) -> str:
+    """Return one step as a line of plain text."""
+    parts = [f"[{state.stage} {state.step}/{state.steps}]" if state.steps else f"[{state.stage} {state.step}]"]
+    parts += [f"{label} {show_number(value)}" for label, value in shown_metrics(state)]
+    if state.seconds_per_step is not None:
+        parts.append(f"{show_seconds(state.seconds_per_step)}/step")
+    if state.seconds_left:
+        parts.append(f"{show_seconds(state.seconds_left)} left")
+    return "  ".join(parts)
+
+
+def eval_line(row: Mapping[str, Any]) -> str:
+    """Return one evaluation as a line of plain text."""
+    of_problems = f" on {row['n']} problems" if row.get("n") else ""
+    accuracy = row.get("accuracy")
+    shown = f"accuracy {accuracy:.1%}" if isinstance(accuracy, int | float) else "done"
+    return f"eval {row.get('name', '')}: {shown}{of_problems} at step {row.get('step', 0)}"
+
+
+def event_detail(row: Mapping[str, Any]) -> str:
+    """Return the fields of an event that are its own."""
+    own = {name: value for name, value in row.items() if name not in ("seq", "t", "attempt", "kind", "counted")}
+    return ", ".join(f"{name}={value}" for name, value in own.items()) or "no details"
+
+
+def shown_metrics(state: LiveState) -> list[tuple[str, float]]:
+    picked = [(label, pick(dict(state.metrics), panel_id)) for panel_id, label in SHOWN]
+    return [(label, value) for label, value in picked if value is not None]
+
+
+def render_panel(state: LiveState, now_t: float) -> RenderableType:
+    """Return the panel: stage and bar, numbers, evaluations, warnings."""
+    number, total = state.position
+    head = Table.grid(expand=True, padding=(0, 1))
+    head.add_column(ratio=1)
+    head.add_column(justify="right")
+    phase = f"{state.phase} {show_seconds(max(0.0, now_t - state.phase_started_t))}" if state.phase else "…"
+    head.add_row(
+        Text.assemble((state.stage or "starting", "bold"), (f"  stage {number} of {total}", "dim")),
+        Text.assemble(("phase ", "dim"), (phase, "cyan")),
+    )
+    bar = Table.grid(expand=True, padding=(0, 1))
+    bar.add_column(ratio=1)
+    bar.add_column(justify="right", no_wrap=True)
+    bar.add_row(ProgressBar(total=max(1, state.steps), completed=state.step), progress_text(state, now_t))
+    parts: list[RenderableType] = [head, bar]
+    if state.metrics:
+        parts.append(metrics_table(state))
+    parts += [Text(eval_span(name, rows), style="green") for name, rows in state.evals.items()]
+    if state.num_counted:
+        parts.append(Text(f"{state.num_counted} counted events, last {state.last_counted}", style="yellow"))
+    elapsed = show_seconds(max(0.0, now_t - state.started_t)) if state.started_t is not None else ""
+    title = Text.assemble(("gyre", "bold cyan"), (f"  {state.name}" if state.name else ""))
+    return Panel(Group(*parts), title=title, title_align="left", subtitle=elapsed, subtitle_align="right", box=ROUNDED)
+
+
+def progress_text(state: LiveState, now_t: float) -> Text:
+    text = Text(f"step {state.step}/{state.steps}" if state.steps else f"step {state.step}")
+    if state.seconds_left is not None and state.step_ends:
+        left = max(0.0, state.seconds_left - (now_t - state.step_ends[-1][1]))
+        text.append(f"  {show_seconds(left)} left", style="dim")
+    return text
+
+
+def metrics_table(state: LiveState) -> Table:
+    table = Table.grid(expand=True, padding=(0, 2))
+    metrics = shown_metrics(state)
+    for _ in metrics:
+        table.add_column(justify="left", no_wrap=True)
+    table.add_row(*[Text(label, style="dim") for label, _ in metrics])
+    cells = []
+    for label, value in metrics:
+        cell = Text(show_number(value), style="bold")
+        if label == "reward":
+            cell.append(f" {sparkline(state.rewards, width=16)}", style="cyan")
+        cells.append(cell)
+    table.add_row(*cells)
+    return table
+
+
+def render_summary(state: LiveState, run_folder: Path, report: Path | None) -> RenderableType:
+    """Return the panel that ends a run."""
+    lines = summary_lines(state, run_folder, report)
+    body = Text("\n".join(lines[1:]))
+    finished = state.done is not None
+    return Panel(body, title=Text(lines[0], style="bold green" if finished else "bold yellow"), title_align="left",
+                 box=ROUNDED, padding=(1, 2))  # fmt: skip
+
+
+def summary_lines(state: LiveState, run_folder: Path, report: Path | None) -> list[str]:
+    """Return how the run ended, before and after, where the report is and what to type next."""
+    seconds = state.now_t - state.started_t if state.started_t is not None else 0.0
+    ending = "done" if state.done is not None else "stopped"
+    lines = [f"{state.name or run_folder.name}: {ending} after {show_seconds(seconds)}"]
+    lines += [eval_span(name, rows) for name, rows in state.evals.items()]
+    if state.num_counted:
+        lines.append(f"{state.num_counted} fallbacks, drops, retries or warnings: see the report")
+    lines += ["", f"report   {report}"] if report is not None else [""]
+    lines.append(f"run      {run_folder}")
+    if state.done is None:
+        lines.append(f"go on    gyre train --resume {run_folder}")
+    lines.append(f"next     gyre chat {run_folder}")
+    lines += [f"         gyre {command} {run_folder}" for command in ("eval", "report")]
+    return lines
+
+
+def eval_span(name: str, rows: tuple[Mapping[str, Any], ...]) -> str:
+    """Return how one evaluation went from first to newest."""
+    scored = [row for row in rows if isinstance(row.get("accuracy"), int | float)]
+    if not scored:
+        return f"{name}: no accuracy recorded"
+    n = scored[-1].get("n")
+    of_problems = f" on {n} problems" if n else ""
+    if len(scored) == 1:
+        return f"{name}: accuracy {scored[0]['accuracy']:.1%}{of_problems}"
+    return f"{name}: accuracy {scored[0]['accuracy']:.1%} → {scored[-1]['accuracy']:.1%}{of_problems}"
+
+
+def sparkline(values: tuple[float, ...], *, width: int) -> str:
+    """Return the newest values as one row of blocks."""
+    finite = [value for value in values if math.isfinite(value)][-width:]
+    if not finite:
+        return ""
+    low, high = min(finite), max(finite)
+    scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(SPARKS[round((value - low) * scale)] for value in finite)
+
+
+def show_number(value: float) -> str:
+    """Return a number with about three figures that count."""
+    size = abs(value)
+    if not math.isfinite(value):
+        return str(value)
+    if size >= 10_000:
+        return f"{value / 1000:.1f}k" if size < 1e6 else f"{value / 1e6:.1f}M"
+    if size >= 100 or value == round(value):
+        return f"{value:.0f}"
+    if size >= 10:
+        return f"{value:.1f}"
+    return f"{value:.3f}" if size >= 0.001 else f"{value:.1e}"
+
+
+def show_seconds(seconds: float) -> str:
+    """Return a duration for people."""
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"

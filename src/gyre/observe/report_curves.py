@@ -1,0 +1,179 @@
+"""Curves of the report. In: a Story. Out: panels with series, ready for JSON; what evaluations say of the outcome.
+Pure. Caller: report.py."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gyre.observe.catalog import PANELS, Panel, place
+from gyre.observe.events import RESERVED
+from gyre.observe.jsonl import as_number
+from gyre.observe.report_story import Story, Told
+
+MAX_POINTS = 1200  # per series; more are shown as means of neighbours, and the page says so
+FRACTION_ENDINGS = ("_fraction", "_share", "accuracy")
+
+Point = tuple[float, float, float | None, float]  # x (step), run time in seconds, value or None, problems
+
+
+@dataclass(slots=True)
+class Series:
+    """One metric over the run."""
+
+    name: str
+    dots: bool  # an evaluation, not a value of each step
+    points: list[Point] = field(default_factory=list)
+
+
+def gather_series(story: Story) -> dict[str, Series]:
+    """Collect every number of every step and evaluation by name."""
+    found: dict[str, Series] = {}
+    for told in story.of_kind("step.done"):
+        x = story.x(told.stage, float(told.row.get("step") or 0))
+        for name, value in (told.row.get("metrics") or {}).items():
+            number = as_number(value)
+            if number is not None:
+                found.setdefault(name, Series(name, False)).points.append((x, told.time_s, _finite(number), 0))
+    for told in story.of_kind("eval.done"):
+        x = story.x(told.stage, float(told.row.get("step") or 0))
+        for name, value in eval_numbers(told).items():
+            label = f"{told.row.get('name', 'eval')}: {name}"
+            point = (x, told.time_s, _finite(value), float(told.row.get("n") or 0))
+            found.setdefault(label, Series(label, True)).points.append(point)
+    return found
+
+
+def eval_numbers(told: Told) -> dict[str, float]:
+    """Return the measures of one evaluation."""
+    own = {name: as_number(value) for name, value in told.row.items() if name not in RESERVED | {"step", "n"}}
+    return {name: value for name, value in own.items() if value is not None}
+
+
+def curve_panels(story: Story) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[str]]:
+    """Return (panels, metrics that never changed, notes on what was thinned)."""
+    placed: dict[str, list[tuple[int, Series]]] = {}
+    constants: list[dict[str, Any]] = []
+    for series in gather_series(story).values():
+        metric = series.name.split(": ", 1)[-1] if series.dots else series.name
+        where = place(metric)
+        if where is not None:
+            placed.setdefault(where[0].panel_id, []).append((where[1] - 100 * series.dots, series))
+        elif (constant := _constant(series)) is not None:
+            constants.append({"name": series.name, "value": constant})
+        else:
+            placed.setdefault(f"~{metric.split('/')[0]}", []).append((0, series))
+    notes: list[str] = []
+    known = [_panel_json(panel, placed.pop(panel.panel_id), notes) for panel in PANELS if panel.panel_id in placed]
+    other = [_panel_json(_own_panel(key[1:]), placed[key], notes) for key in sorted(placed)]
+    return known + other, constants, notes
+
+
+def _own_panel(metric: str) -> Panel:
+    unit = "fraction" if metric.endswith(FRACTION_ENDINGS) else ""
+    return Panel(panel_id=f"more-{metric}", title=metric.replace("_", " "), unit=unit, help="", metrics=(metric,))
+
+
+def _panel_json(panel: Panel, members: Sequence[tuple[int, Series]], notes: list[str]) -> dict[str, Any]:
+    ordered = [series for _, series in sorted(members, key=lambda member: member[0])]
+    return {
+        "id": panel.panel_id,
+        "title": panel.title,
+        "unit": panel.unit,
+        "help": panel.help,
+        "perStage": panel.per_stage,
+        "series": [_series_json(series, panel, notes) for series in ordered],
+    }
+
+
+def _series_json(series: Series, panel: Panel, notes: list[str]) -> dict[str, Any]:
+    points = thin(series.points, MAX_POINTS)
+    if len(points) < len(series.points):
+        notes.append(f"{series.name}: {len(series.points):,} points are shown as {len(points):,} means of neighbours")
+    num_lost = sum(1 for point in series.points if point[2] is None)
+    if num_lost:
+        notes.append(f"{series.name}: {num_lost:,} values were not finite numbers and leave gaps")
+    result: dict[str, Any] = {
+        "name": series_label(series, panel),
+        "metric": series.name,
+        "dots": series.dots,
+        "x": [round(x, 2) for x, _, _, _ in points],
+        "t": [round(t, 2) for _, t, _, _ in points],
+        "v": [significant(value) for _, _, value, _ in points],
+    }
+    if series.dots:
+        result["n"] = [int(n) for _, _, _, n in points]
+        if panel.unit == "fraction":
+            bounds = [wilson_interval(value, int(n)) for _, _, value, n in points]
+            result["lo"] = [significant(bound[0]) if bound else None for bound in bounds]
+            result["hi"] = [significant(bound[1]) if bound else None for bound in bounds]
+    return result
+
+
+def series_label(series: Series, panel: Panel) -> str:
+    """Return a name that does not repeat the title of its panel."""
+    if series.dots:
+        name, metric = series.name.split(": ", 1)
+        return name.replace("_", " ") + ("" if metric in ("accuracy", panel.panel_id) else f" {metric}")
+    label = series.name.split("/", 1)[-1] if "/" in series.name else series.name
+    return label.replace("_", " ")
+
+
+def thin(points: Sequence[Point], limit: int) -> list[Point]:
+    """Return at most `limit` points: means of runs of neighbours, the first and last point kept as they are."""
+    if len(points) <= limit:
+        return list(points)
+    inner = points[1:-1]
+    size = math.ceil(len(inner) / (limit - 2))
+    buckets = [inner[start : start + size] for start in range(0, len(inner), size)]
+    return [points[0], *(_mean_point(bucket) for bucket in buckets), points[-1]]
+
+
+def _mean_point(bucket: Sequence[Point]) -> Point:
+    values = [value for _, _, value, _ in bucket if value is not None]
+    middle = bucket[len(bucket) // 2]
+    return (middle[0], middle[1], sum(values) / len(values) if values else None, middle[3])
+
+
+def outcomes(story: Story) -> list[dict[str, Any]]:
+    """Return, per evaluation with an accuracy, its path from first to newest; held-out ones come first."""
+    paths: dict[str, list[dict[str, Any]]] = {}
+    for told in story.of_kind("eval.done"):
+        numbers = eval_numbers(told)
+        measure = next((name for name in ("accuracy", "pair_accuracy") if name in numbers), None)
+        if measure is None or not math.isfinite(numbers[measure]):
+            continue
+        step, n = told.row.get("step") or 0, int(told.row.get("n") or 0)
+        point = {"value": numbers[measure], "n": n, "step": step, "x": story.x(told.stage, float(step)),
+                 "stage": told.stage, "interval": wilson_interval(numbers[measure], n)}  # fmt: skip
+        paths.setdefault(f"{told.row.get('name', 'eval')}", []).append(point)
+    result = [
+        {"name": name.replace("_", " "), "before": path[0], "after": path[-1], "path": path}
+        for name, path in paths.items()
+    ]
+    return sorted(result, key=lambda outcome: ("held" not in outcome["name"], len(outcome["path"]) < 2))
+
+
+def wilson_interval(share: float | None, n: int, z: float = 1.96) -> tuple[float, float] | None:
+    """Return the 95 % interval of a share seen in n trials (Wilson 1927). None without trials."""
+    if share is None or n <= 0 or not 0.0 <= share <= 1.0:
+        return None
+    middle = (share + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    return (max(0.0, middle - half), min(1.0, middle + half))
+
+
+def significant(value: float | None, digits: int = 6) -> float | None:
+    """Round to the figures that a chart can show."""
+    return None if value is None else float(f"{value:.{digits}g}")
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _constant(series: Series) -> float | None:
+    values = {value for _, _, value, _ in series.points}
+    return values.pop() if len(values) == 1 else None

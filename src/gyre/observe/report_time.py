@@ -1,0 +1,176 @@
+"""Time and memory of the report. In: a Story. Out: spans, seconds by phase, overlap account, bytes by owner, ready for
+JSON. Pure. Caller: report.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from gyre.observe.catalog import PHASE_ORDER
+from gyre.observe.jsonl import as_number
+from gyre.observe.overlap import length, union
+from gyre.observe.report_story import Story, Told
+
+MAX_SPANS = 12_000
+MAX_COLUMNS = 400  # of seconds per step
+MAX_MEMORY_POINTS = 1500
+
+Span = tuple[str, int, float, float, float, str]  # phase, depth, start s, seconds, x (step) or -1, stage
+
+
+def timeline(story: Story) -> dict[str, Any] | None:
+    """Return every phase with its time, and shares of the whole. None for a run that recorded no phase."""
+    spans = sorted(phase_spans(story), key=lambda span: (span[2], span[1]))
+    if not spans:
+        return None
+    phases = order_phases([span[0] for span in spans])
+    shown = longest(spans, MAX_SPANS)
+    notes = []
+    if len(shown) < len(spans):
+        notes.append(
+            f"The {MAX_SPANS:,} longest of {len(spans):,} phases are drawn; shares and seconds per step count all."
+        )
+    outer = [span for span in spans if span[1] == 0]
+    seconds: dict[str, float] = {}
+    for phase, _, _, span_s, _, _ in spans:
+        seconds[phase] = seconds.get(phase, 0.0) + span_s
+    index = {phase: number for number, phase in enumerate(phases)}
+    return {
+        "phases": phases,
+        "seconds": {phase: round(seconds[phase], 3) for phase in phases},
+        "counts": {phase: sum(1 for span in spans if span[0] == phase) for phase in phases},
+        "unaccounted_s": round(max(0.0, story.seconds - length(union((s[2], s[2] + s[3]) for s in outer))), 3),
+        "spans": [[index[s[0]], s[1], round(s[2], 3), round(s[3], 4), s[4], s[5]] for s in shown],
+        "columns": step_columns(outer),
+        "notes": notes,
+    }
+
+
+def phase_spans(story: Story) -> list[Span]:
+    """Return closed phases, and those that the last row left open."""
+    spans: list[Span] = []
+    open_phases: dict[str, Told] = {}
+    for told in story.of_kind("attempt.started", "phase.started", "phase.ended"):
+        phase = str(told.row.get("phase", ""))
+        if told.row["kind"] == "attempt.started":
+            open_phases.clear()  # what a killed attempt left open has no end to draw
+        elif told.row["kind"] == "phase.started":
+            open_phases[phase] = told
+        else:
+            open_phases.pop(phase, None)
+            spans.append(_span(story, told, phase, as_number(told.row.get("seconds")) or 0.0, told.time_s))
+    spans += [
+        _span(story, told, phase, story.seconds - told.time_s, story.seconds) for phase, told in open_phases.items()
+    ]
+    return spans
+
+
+def _span(story: Story, told: Told, phase: str, seconds: float, end_s: float) -> Span:
+    depth = told.row.get("depth", phase.count("/"))
+    step = told.row.get("step")
+    x = story.x(told.stage, float(step)) if isinstance(step, int | float) else -1.0
+    return (phase, int(depth), max(0.0, end_s - seconds), seconds, x, told.stage)
+
+
+def order_phases(names: Sequence[str]) -> list[str]:
+    """Return each phase once: the ring's own in its order, others as they came, children behind their parent."""
+    seen = list(dict.fromkeys(names))
+
+    def rank(name: str) -> tuple[int, int, str]:
+        parent = name.split("/")[0]
+        known = PHASE_ORDER.index(parent) if parent in PHASE_ORDER else len(PHASE_ORDER)
+        first = next(position for position, other in enumerate(seen) if other.split("/")[0] == parent)
+        return (known, first, "" if name == parent else name)
+
+    return sorted(seen, key=rank)
+
+
+def longest(spans: Sequence[Span], limit: int) -> list[Span]:
+    """Return the longest spans, outermost first, in order of time."""
+    kept = sorted(spans, key=lambda span: (span[1], -span[3]))[:limit]
+    return sorted(kept, key=lambda span: (span[2], span[1]))
+
+
+def step_columns(outer: Sequence[Span]) -> dict[str, Any]:
+    """Return seconds by phase for each step, or for runs of neighbouring steps where there are many."""
+    by_x: dict[float, dict[str, float]] = {}
+    for phase, _, _, seconds, x, _ in outer:
+        if x >= 0:
+            column = by_x.setdefault(x, {})
+            column[phase] = column.get(phase, 0.0) + seconds
+    xs = sorted(by_x)
+    size = -(-len(xs) // MAX_COLUMNS) if xs else 1
+    phases = order_phases([span[0] for span in outer])
+    runs = [xs[start : start + size] for start in range(0, len(xs), size)]
+    return {
+        "size": size,
+        "x": [run[0] for run in runs],
+        "phases": phases,
+        "seconds": {
+            phase: [round(sum(by_x[x].get(phase, 0.0) for x in run) / len(run), 4) for run in runs] for phase in phases
+        },
+    }
+
+
+def overlap(story: Story) -> dict[str, Any] | None:
+    """Return how much of the rules' time each window hid, per step and in all. None where nothing was recorded."""
+    names = ("rule_s", "rollout_s", "reference_s", "hidden_s")
+    steps: list[dict[str, float]] = []
+    for told in story.of_kind("reward.window"):
+        numbers = {name: as_number(told.row.get(name)) or 0.0 for name in names}
+        step = told.row.get("step")
+        numbers["x"] = story.x(told.stage, float(step)) if isinstance(step, int | float) else float(len(steps) + 1)
+        steps.append(numbers)
+    if not steps:
+        return None
+    total = {name: round(sum(step[name] for step in steps), 4) for name in names}
+    size = -(-len(steps) // MAX_COLUMNS)
+    runs = [steps[start : start + size] for start in range(0, len(steps), size)]
+    return {
+        "total": total,
+        "size": size,
+        "x": [run[0]["x"] for run in runs],
+        "steps": {name: [round(sum(s[name] for s in run) / len(run), 4) for run in runs] for name in names},
+    }
+
+
+def memory(story: Story) -> dict[str, Any] | None:
+    """Return bytes by owner and tier at each phase boundary. None for a run that measured none."""
+    rows = story.of_kind("memory")
+    if not rows:
+        return None
+    shown = keep_peaks(rows, MAX_MEMORY_POINTS)
+    notes = []
+    if len(shown) < len(rows):
+        notes.append(f"{len(shown):,} of {len(rows):,} boundaries are drawn: of neighbours, the one with most bytes.")
+    owners = list(dict.fromkeys(owner for told in rows for owner in told.row.get("bytes") or {}))
+    frees = [as_number(told.row.get("device_free")) for told in shown]
+    return {
+        "owners": sorted(owners, key=lambda owner: (owner.split(".")[0] != "engine", owner)),
+        "phase": [str(told.row.get("phase", "")) for told in shown],
+        "step": [told.row.get("step") for told in shown],
+        "stage": [told.stage for told in shown],
+        "t": [told.time_s for told in shown],
+        "tiers": {
+            tier: {owner: [owner_bytes(told, owner, tier) for told in shown] for owner in owners}
+            for tier in ("device", "host", "disk")
+        },
+        "free": frees if any(free is not None for free in frees) else None,
+        "notes": notes,
+    }
+
+
+def owner_bytes(told: Told, owner: str, tier: str) -> int:
+    return int(as_number(((told.row.get("bytes") or {}).get(owner) or {}).get(tier)) or 0)
+
+
+def keep_peaks(rows: Sequence[Told], limit: int) -> list[Told]:
+    """Return at most `limit` rows: of each run of neighbours the one with most device bytes."""
+    if len(rows) <= limit:
+        return list(rows)
+    size = -(-len(rows) // limit)
+
+    def device_bytes(told: Told) -> int:
+        return sum(owner_bytes(told, owner, "device") for owner in told.row.get("bytes") or {})
+
+    return [max(rows[start : start + size], key=device_bytes) for start in range(0, len(rows), size)]

@@ -1,0 +1,135 @@
+"""Sinks: curves for the trackers that people know. In: event rows. Out: TensorBoard files, W&B runs.
+
+Both show `step.done` and `eval.done`, under STAGE/METRIC and STAGE/eval/NAME/METRIC. Neither package is imported unless
+it is asked for. Callers: `wire`, which subscribes `sink.write` to the event log and closes the sink at the end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from gyre.core.errors import ConfigError
+from gyre.observe.events import RESERVED
+from gyre.observe.jsonl import as_number
+
+
+class Sink(Protocol):
+    """A view of the events somewhere else. Kinds that it does not show are no error."""
+
+    def write(self, row: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None:
+        """Return when everything written is safe. Callable twice."""
+        ...
+
+
+def scalars(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of one row by name, without its stage; none for a row that has no curve."""
+    if row["kind"] == "step.done":
+        numbers = {name: as_number(value) for name, value in (row.get("metrics") or {}).items()}
+    elif row["kind"] == "eval.done":
+        own = {name: value for name, value in row.items() if name not in RESERVED | {"step", "name", "stage"}}
+        numbers = {f"eval/{row.get('name', 'eval')}/{name}": as_number(value) for name, value in own.items()}
+    else:
+        return {}
+    return {name: value for name, value in numbers.items() if value is not None}
+
+
+class StageTracker:
+    """Knows the stage that a row belongs to, also where the row does not say."""
+
+    def __init__(self) -> None:
+        self._stage = "main"
+
+    def stage(self, row: Mapping[str, Any]) -> str:
+        if row.get("stage"):
+            self._stage = str(row["stage"])
+        return self._stage
+
+
+class TensorBoardSink:
+    """Writes event files with tensorboard's own writer, so that torch is not needed."""
+
+    def __init__(self, folder: Path | str):
+        try:
+            from tensorboard.compat.proto import event_pb2, summary_pb2
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        except ImportError as error:
+            raise missing_package("tensorboard", "observe.tensorboard = true") from error
+        self._event, self._summary, self._log = event_pb2.Event, summary_pb2.Summary, event_pb2.SessionLog
+        self._writer = EventFileWriter(str(folder))
+        self._stages = StageTracker()
+        self._closed = False
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        stage = self._stages.stage(row)
+        if row["kind"] == "attempt.started" and isinstance(row.get("step"), int):
+            start = self._log(status=self._log.START)  # makes TensorBoard forget this step and later ones
+            self._writer.add_event(self._event(wall_time=row["t"], step=row["step"] + 1, session_log=start))
+        values = [
+            self._summary.Value(tag=f"{stage}/{name}", simple_value=value) for name, value in scalars(row).items()
+        ]
+        if values:
+            summary = self._summary(value=values)
+            self._writer.add_event(self._event(wall_time=row["t"], step=int(row.get("step") or 0), summary=summary))
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._writer.close()
+
+
+class WandbSink:
+    """One W&B run per attempt, grouped by run. Offline runs stay in FOLDER/wandb until `wandb sync`."""
+
+    def __init__(
+        self,
+        folder: Path | str,
+        *,
+        project: str,
+        name: str,
+        mode: Literal["offline", "online"] = "offline",
+        config: Mapping[str, Any] | None = None,
+        attempt: int = 1,
+    ):
+        try:
+            import wandb
+        except ImportError as error:
+            raise missing_package("wandb", f'observe.wandb = "{mode}"') from error
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(
+            project=project,
+            name=name if attempt == 1 else f"{name} (attempt {attempt})",
+            group=name,
+            dir=str(folder),
+            mode=mode,
+            config=dict(config or {}),
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+        self._stages = StageTracker()
+        self._defined: set[str] = set()
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        stage = self._stages.stage(row)
+        values = {f"{stage}/{name}": value for name, value in scalars(row).items() if math.isfinite(value)}
+        if not values or self._run is None:
+            return
+        if stage not in self._defined:
+            self._run.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
+            self._defined.add(stage)
+        self._run.log({**values, f"{stage}/step": int(row.get("step") or 0)})
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.finish()
+            self._run = None
+
+
+def missing_package(package: str, asked_by: str) -> ConfigError:
+    return ConfigError(
+        f"{asked_by} needs the package {package}, which is not installed",
+        hint="install the extra with: pip install 'gyre-rl[track]'   (or switch the setting off)",
+    )

@@ -1,0 +1,274 @@
+"""Zygote: a warm Python that forks one fresh, locked-in process per program. Runs as a script of its own.
+
+    client ── limits + 4 open files ──▶ zygote ──fork──▶ program: process 1 of new namespaces
+           ◀── how it ended ───────────                  reads source and input, writes to the client's pipes
+
+The zygote never sees a program: source and input arrive as open files that only the program's process reads, and
+output goes through pipes to the client. So no fork can find anything of another run in its memory. One run at a time.
+When the client goes, so does the zygote, and with it (strong mode) its whole process namespace.
+argv: mode, socket number, folders to show. Caller: rewards.executors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import marshal
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from typing import Any, NoReturn
+
+from gyre.rewards.jail import kernel, program, view, watch
+
+# Loaded once so that programs find them warm. Each extension library among them makes every fork a little slower.
+_WARM = ("bisect", "collections", "copy", "functools", "heapq", "itertools", "math", "random", "re", "string", "typing")
+_WARM_SOURCE = """
+class A:
+    def f(self, x):
+        return [y for y in x]
+try:
+    sum(A().f(range(3)))
+except Exception:
+    pass
+"""
+_NOBODY = 65534
+
+
+def main(mode: str, socket_fd: int, folders: list[str]) -> NoReturn:
+    """Set up, say how, then serve until the client hangs up."""
+    client = socket.socket(fileno=socket_fd)
+    sys.executable = os.path.realpath(sys.executable)
+    try:
+        kernel.forbid_new_privileges()
+        program.limit_for_all()
+        call_filter = kernel.CallFilter() if mode == "strong" else None
+        note = _enter_strong(folders) if call_filter is not None else _enter_weak()
+    except OSError as error:
+        client.send(marshal.dumps({"ok": False, "error": str(error)}))
+        os._exit(1)
+    _warm_up()
+    stage = program.Stage(view.WORK)
+    if mode == "strong":
+        os.environ.update({"HOME": view.WORK, "TMPDIR": view.WORK})
+        stage.set_up()
+    client.send(marshal.dumps({"ok": True, "note": note}))
+    gc.collect()
+    gc.disable()
+    gc.freeze()
+    while _serve_one(client, stage, call_filter):
+        pass
+    os._exit(0)
+
+
+def _enter_strong(folders: list[str]) -> str:
+    """Take an own root and own namespaces, as a user without rights outside. Returns what is worth a note."""
+    user, group = os.geteuid(), os.getegid()
+    spaces = kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
+    note = ""
+    if user == 0 and _try_mount_namespace():
+        # Real root can show Python even where only root may read it, and then has no more use for being root.
+        view.build_root(folders)
+        os.setgroups([])
+        os.setresgid(_NOBODY, _NOBODY, _NOBODY)
+        os.setresuid(_NOBODY, _NOBODY, _NOBODY)
+        kernel.stay_readable()
+        kernel.unshare(kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | spaces)
+        kernel.map_one_user(0, _NOBODY, _NOBODY)
+    else:
+        kernel.unshare(kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | spaces)
+        kernel.map_one_user(0, user, group)
+        view.build_root(folders)
+        if user == 0:
+            note = "the kernel does not count root's processes; their number is checked every 20 ms"
+    inner = os.fork()
+    if inner:
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(inner, 0)[1]) & 0xFF)
+    kernel.die_with_parent(signal.SIGKILL)
+    view.mount_proc()
+    return note
+
+
+def _try_mount_namespace() -> bool:
+    """Root in a container may lack the right; then it goes the way of an ordinary user."""
+    try:
+        kernel.unshare(kernel.CLONE_NEWNS)
+    except PermissionError:
+        return False
+    return True
+
+
+def _enter_weak() -> str:
+    kernel.become_subreaper()
+    return "programs run as root" if os.geteuid() == 0 else "programs run as the same user"
+
+
+def _warm_up() -> None:
+    """Load what programs will want; the first compile of a process builds tables. All of it is ours and constant."""
+    for name in _WARM:
+        __import__(name)
+    exec(compile(_WARM_SOURCE, "warm", "exec"), {})
+    own = os.path.realpath(os.environ.pop("PYTHONPATH"))
+    sys.path = [path for path in sys.path if os.path.realpath(path) != own]
+
+
+def _serve_one(client: socket.socket, stage: program.Stage, call_filter: kernel.CallFilter | None) -> bool:
+    """One program from request to answer. False when the client has hung up."""
+    message, files, _, _ = socket.recv_fds(client, 65536, 8)
+    if not message:
+        return False
+    if len(files) != 4:  # a wish to end a run that had just ended
+        return True
+    limits = marshal.loads(message)
+    started_s, cpu_before_s = time.monotonic(), watch.children_cpu_s()
+    if call_filter is None:
+        stage = _make_weak_stage()
+    child = _fork(limits, files, stage, call_filter)
+    for fd in files:
+        os.close(fd)
+    strong = call_filter is not None
+    reason = _wait(client, child, started_s + limits["wall_s"], limits, cpu_before_s, strong=strong)
+    _, status = os.waitpid(child, 0)
+    if not strong:
+        watch.end_descendants()
+        _remove(stage.folder)
+    ended = {
+        "code": os.waitstatus_to_exitcode(status),
+        "reason": reason,
+        "cpu_s": watch.children_cpu_s() - cpu_before_s,
+        "wall_s": time.monotonic() - started_s,
+    }
+    client.send(marshal.dumps(ended))
+    return True
+
+
+def _fork(
+    limits: dict[str, Any], files: list[int], stage: program.Stage, call_filter: kernel.CallFilter | None
+) -> int:
+    """Fork the program's process; in strong mode as process 1 of a new namespace, so that all dies with it."""
+    if call_filter is None:
+        pid = os.fork()
+        if pid == 0:
+            _become_program(limits, files, stage, None)
+        return pid
+    own = os.open("/proc/self/ns/pid", os.O_RDONLY)
+    kernel.unshare(kernel.CLONE_NEWPID)  # for the next child, not for us
+    pid = os.fork()
+    if pid == 0:
+        _become_program(limits, files, stage, call_filter)
+    kernel.setns(own, kernel.CLONE_NEWPID)
+    os.close(own)
+    return pid
+
+
+def _become_program(
+    limits: dict[str, Any], files: list[int], stage: program.Stage, call_filter: kernel.CallFilter | None
+) -> NoReturn:
+    """Lock in, then run. What fails before the program starts is told on stderr, with exit code 125."""
+    try:
+        payload_fd = _arrange(files)
+        os.setsid()
+        if call_filter is not None:
+            kernel.unshare(kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS)
+            view.mount_proc()
+            view.mount_work_folder(limits["file_bytes"])
+            program.lock_in(limits, call_filter)
+        else:
+            kernel.die_with_parent(signal.SIGKILL)
+            stage.set_up()
+            os.environ.update({"HOME": stage.folder, "TMPDIR": stage.folder})
+            program.limit(limits, processes=_processes_of_user() + limits["processes"])
+        program.run(program.read_payload(payload_fd), stage)
+    except BaseException as error:  # noqa: BLE001: a fork must never return into the zygote's loop
+        os.write(2, f"the sandbox could not start the program: {error!r}\n".encode())
+    finally:
+        os._exit(125)
+
+
+def _arrange(files: list[int]) -> int:
+    """Put stdin, stdout and stderr in their places and the payload at 3; close all else."""
+    payload, stdin, stdout, stderr = (os.dup2(fd, 100 + place) for place, fd in enumerate(files))
+    os.dup2(stdin, 0)
+    os.dup2(stdout, 1)
+    os.dup2(stderr, 2)
+    os.dup2(payload, 3, inheritable=False)
+    os.closerange(4, program.OPEN_FILES)
+    return 3
+
+
+def _wait(
+    client: socket.socket, child: int, deadline_s: float, limits: dict[str, Any], cpu_before_s: float, *, strong: bool
+) -> str | None:
+    """Wait until the program has ended, ending it when it must. Returns why we ended it."""
+    ended = os.pidfd_open(child)
+    poll = select.poll()
+    poll.register(ended, select.POLLIN)
+    poll.register(client.fileno(), select.POLLIN)
+    reason = None
+    try:
+        while True:
+            left_s = deadline_s - time.monotonic()
+            ready = {fd for fd, _ in poll.poll(max(min(left_s, watch.PERIOD_S), 0.001) * 1000)}
+            if ended in ready:
+                return reason
+            if client.fileno() in ready:
+                wish = client.recv(64)
+                if not wish:  # the client has gone
+                    _kill_and_leave(child, strong=strong)
+                reason = wish.decode()
+            elif left_s <= 0.0:
+                reason = "timeout"
+            else:
+                reason = watch.excess(watch.members(whole_namespace=strong), limits, cpu_before_s)
+            if reason is not None:
+                os.kill(child, signal.SIGKILL)  # in strong mode the whole namespace goes with it
+                select.select([ended], [], [])
+                return reason
+    finally:
+        os.close(ended)
+
+
+def _kill_and_leave(child: int, *, strong: bool) -> NoReturn:
+    os.kill(child, signal.SIGKILL)
+    if not strong:
+        watch.end_descendants()
+    os._exit(0)
+
+
+def _make_weak_stage() -> program.Stage:
+    """A work folder on disk, of this run alone."""
+    folder = f"/tmp/gyre-program-{os.urandom(8).hex()}"
+    os.mkdir(folder, 0o700)
+    return program.Stage(folder)
+
+
+def _remove(folder: str) -> None:
+    """Remove a weak run's folder with what the program left in it."""
+    for path, folders, files in os.walk(folder, topdown=False):
+        for name in files:
+            os.unlink(os.path.join(path, name))
+        for name in folders:
+            full = os.path.join(path, name)
+            os.unlink(full) if os.path.islink(full) else os.rmdir(full)
+    with contextlib.suppress(FileNotFoundError):
+        os.rmdir(folder)
+
+
+def _processes_of_user() -> int:
+    """Weak mode shares the user's process count with everything else that the user runs."""
+    me, count = os.getuid(), 0
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                if os.stat(f"/proc/{name}").st_uid == me:
+                    count += len(os.listdir(f"/proc/{name}/task"))
+            except OSError:
+                continue  # ended meanwhile
+    return count
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3:])

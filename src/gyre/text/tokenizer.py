@@ -1,0 +1,257 @@
+"""Tokenizer: text to token ids and back, from our own files or from any hub folder with a fast tokenizer.
+
+In: a folder, a hub name, or texts to train on. Out: `Tokenizer`. Callers: data, engine (stop strings), wire, cli.
+Ours is byte-level BPE whose digits (and the minus sign of a number) stand alone, while whole clauses between digits
+may become one token: procedural prompts get short. transformers is imported only for folders that are not ours.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
+
+from gyre.core.errors import InputError
+from gyre.text.hub import hub_chat, load_hub_tokenizer, read_json
+
+PAD, END = "<|pad|>", "<|end|>"
+SPECIAL = (PAD, END, "<think>", "</think>", "<answer>", "</answer>")
+
+# Each turn is its text and a newline; what the model says ends with the end token instead. `plain_chat` is the same
+# function in Python, so that our own tokenizer needs neither jinja nor transformers.
+PLAIN_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{%- if message['role'] == 'assistant' -%}{{- message['content'] + '" + END + "' -}}"
+    "{%- else -%}{{- message['content'] + '\\n' -}}{%- endif -%}"
+    "{%- endfor -%}"
+)
+
+# A digit; the minus sign of a number (one between spaces is an operator and may merge with them); and what stands
+# between the letters of a spelled-out word, so that each of them is one token.
+_ISOLATED = r"[0-9]|-(?=[0-9])|(?<=\b[A-Za-z])[ \n](?=[A-Za-z]\b)"
+
+
+class Tokenizer:
+    """Ids and text of one vocabulary. Read-only after construction."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        eos_ids: tuple[int, ...],
+        bos_id: int | None,
+        pad_id: int,
+        chat_template: str,
+        hub: Any = None,
+    ) -> None:
+        assert eos_ids, "a tokenizer without an end token cannot end a response"
+        self.backend = backend
+        self.eos_ids = eos_ids  # the first one ends the responses that we write
+        self.bos_id = bos_id
+        self.pad_id = pad_id
+        self.chat_template = chat_template  # jinja; "" when the folder has none
+        self._hub = hub  # transformers tokenizer of a folder that is not ours
+        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+        self.prefix_ids: tuple[int, ...] = tuple(backend.encode("", add_special_tokens=True).ids)  # BOS, where used
+        self.is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
+        self._special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
+        self._pieces: dict[int, bytes] = {}
+
+    @property
+    def end_id(self) -> int:
+        """The token that ends a response that we write."""
+        return self.eos_ids[0]
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits over everything that decides ids: equal for equal behaviour, in any process."""
+        parts = [self.backend.to_str(), str(self.eos_ids), str(self.bos_id), str(self.pad_id), self.chat_template]
+        return hashlib.blake2b("\0".join(parts).encode(), digest_size=8).hexdigest()
+
+    def encode(self, text: str) -> np.ndarray:
+        """Ids of `text` as int32; special tokens spelled in it become their ids, none is added."""
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise InputError(
+                f"text with a lone surrogate at character {error.start}: {text[:40]!r} … cannot be encoded",
+                hint="write the file as valid UTF-8; such characters come from a cut emoji in JSON escapes",
+            ) from error
+        return np.asarray(self.backend.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+
+    def decode(self, ids: Sequence[int] | np.ndarray, skip_special: bool = False) -> str:
+        """Text of `ids`. `skip_special` leaves out pad and end, never <think> or <answer>. Unknown ids give nothing."""
+        return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._special_ids
+
+    def piece_bytes(self, token_id: int) -> bytes:
+        """What a token of a byte-level vocabulary adds to the text; b"" for an id without a token."""
+        assert self.is_byte_level
+        if token_id not in self._pieces:
+            token = self.backend.id_to_token(token_id)
+            self._pieces[token_id] = b"" if token is None else _byte_level_bytes(token)
+        return self._pieces[token_id]
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]], *, options: Mapping[str, Any] | None = None) -> str:
+        """Text of a conversation up to where the model speaks. `options` go to the chat template of a hub folder."""
+        if self._hub is None:
+            return plain_chat(messages)
+        if not self.chat_template:
+            raise InputError(
+                "this tokenizer has no chat template",
+                hint='set data.template to a text with {prompt}, for example "{prompt}\\n", or use an instruct model',
+            )
+        return hub_chat(self._hub, messages, options or {})
+
+    def save(self, folder: str | Path) -> None:
+        """Write files that `load_tokenizer` and transformers.AutoTokenizer read back with the same ids."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        config_path = folder / "tokenizer_config.json"
+        if self._hub is None:
+            self.backend.save(str(folder / "tokenizer.json"))
+            (folder / "chat_template.jinja").write_text(self.chat_template, encoding="utf-8")
+            config = _own_config(self)
+        else:
+            self._hub.save_pretrained(str(folder))
+            config = json.loads(config_path.read_text(encoding="utf-8"))
+        # generation_config.json, where hub folders keep further end tokens, belongs to the model and not to us.
+        config["gyre_eos_ids"] = list(self.eos_ids)
+        config_path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def plain_chat(messages: Sequence[Mapping[str, str]]) -> str:
+    """PLAIN_TEMPLATE in Python."""
+    return "".join(m["content"] + (END if m["role"] == "assistant" else "\n") for m in messages)
+
+
+def train_tokenizer(
+    texts: Iterable[str], *, vocab_size: int, special: Sequence[str] = SPECIAL, min_share: float = 0.1
+) -> Tokenizer:
+    """Train ours on rendered prompts and responses. A pure function of its arguments.
+
+    `special` holds PAD and END; their ids are 0, 1, … in order. A merge needs `min_share` occurrences per text.
+    """
+    assert PAD in special and END in special and len(set(special)) == len(special)
+    smallest = len(special) + 256
+    if vocab_size < smallest:
+        raise InputError(
+            f"tokenizer.vocab_size = {vocab_size}: {len(special)} special tokens and 256 bytes need {smallest}",
+            hint=f"set it to {smallest} or more; 512 suits one procedural task",
+        )
+    splitter = re.compile("|".join(re.escape(token) for token in special))
+    texts = list(texts)
+    if not texts:
+        raise InputError("no text to train a tokenizer on", hint="check data.num_problems or the data file")
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_ISOLATED), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=max(2, round(min_share * len(texts))),
+        special_tokens=[AddedToken(token, normalized=False) for token in special],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    # The trainer would merge across special tokens spelled in the text, and the encoder never sees such pieces.
+    backend.train_from_iterator((piece for text in texts for piece in splitter.split(text)), trainer)
+    return _own_tokenizer(_unmark_tags(backend))
+
+
+def load_tokenizer(folder_or_name: str | Path) -> Tokenizer:
+    """Load ours or a hub one from a local folder, else ask the hub for that name."""
+    folder = Path(folder_or_name).expanduser()
+    if not folder.is_dir():
+        is_name = len(folder.parts) <= 2 and not folder.is_absolute() and not str(folder_or_name).startswith(".")
+        in_folder_of_ours = len(folder.parts) == 2 and folder.parent.is_dir()
+        if not is_name or in_folder_of_ours or folder.exists():
+            raise InputError(
+                f"tokenizer folder {folder_or_name} is not a folder",
+                hint="give a folder in hub format (tokenizer.json beside config.json) or a hub name (Qwen/Qwen3-0.6B)",
+            )
+        return _hub_tokenizer(str(folder_or_name))
+    if read_json(folder / "tokenizer_config.json").get("gyre_tokenizer"):
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:  # the library raises plain Exception for every fault of the file
+            raise InputError(
+                f"{folder / 'tokenizer.json'} cannot be read: {error}",
+                hint="the folder is damaged; export the model again or take an earlier snapshot",
+            ) from error
+        if backend.token_to_id(END) is None or backend.token_to_id(PAD) is None:
+            raise InputError(f"{folder / 'tokenizer.json'} has no {END} or {PAD}", hint="export the model again")
+        return _own_tokenizer(backend)
+    return _hub_tokenizer(str(folder))
+
+
+def _hub_tokenizer(folder_or_name: str) -> Tokenizer:
+    hub, eos_ids = load_hub_tokenizer(folder_or_name)
+    pad_id = hub.pad_token_id if hub.pad_token_id is not None else eos_ids[0]
+    template = hub.chat_template or ""
+    if not isinstance(template, str):  # several by name; transformers picks "default"
+        template = json.dumps(template, sort_keys=True)
+    return Tokenizer(
+        hub.backend_tokenizer,
+        eos_ids=eos_ids,
+        bos_id=hub.bos_token_id,
+        pad_id=pad_id,
+        chat_template=template,
+        hub=hub,
+    )
+
+
+def _own_tokenizer(backend: tokenizers.Tokenizer) -> Tokenizer:
+    end_id, pad_id = backend.token_to_id(END), backend.token_to_id(PAD)
+    assert end_id is not None and pad_id is not None
+    return Tokenizer(backend, eos_ids=(end_id,), bos_id=None, pad_id=pad_id, chat_template=PLAIN_TEMPLATE)
+
+
+def _own_config(tokenizer: Tokenizer) -> dict[str, Any]:
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": PAD,
+        "eos_token": END,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": int(1e9),
+        "chat_template": tokenizer.chat_template,
+        "gyre_tokenizer": 1,
+    }
+
+
+def _unmark_tags(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """Keep <think> and friends when special tokens are skipped: rewards read them. The trainer marks all of them."""
+    state = json.loads(backend.to_str())
+    for token in state["added_tokens"]:
+        token["special"] = token["content"] in (PAD, END)
+    return tokenizers.Tokenizer.from_str(json.dumps(state))
+
+
+def _byte_level_table() -> dict[str, int]:
+    """Character → byte of the byte-level alphabet: printable Latin-1 stands for itself, the rest is moved up."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    moved = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(moved)}
+
+
+_BYTE_OF = _byte_level_table()
+
+
+def _byte_level_bytes(token: str) -> bytes:
+    """As the ByteLevel decoder does: by the alphabet, or as it is spelled when a character is not in the alphabet."""
+    if all(character in _BYTE_OF for character in token):
+        return bytes(_BYTE_OF[character] for character in token)
+    return token.encode("utf-8")

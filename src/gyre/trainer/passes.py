@@ -1,0 +1,92 @@
+"""Passes: the forward computations over packed chunks. In: a Decoder, maybe a ScalarHead, chunks. Out: log-probs,
+values or scores: per chunk, under autograd when it is on, or forward only for a whole batch.
+Callers: trainer.update, trainer.native.
+
+T tokens, N targets, S sequences, E hidden size, as in trainer.chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gyre.core.records import TrainSequence
+from gyre.kernels.attention import varlen_attention
+from gyre.kernels.logprobs import token_logprobs
+from gyre.models.decoder import Decoder
+from gyre.models.heads import ScalarHead
+from gyre.trainer.chunk import Chunk, target_mask
+
+
+def hidden_states(decoder: Decoder, chunk: Chunk) -> Tensor:
+    """Run the decoder over a chunk; each sequence sees itself only."""
+
+    def attend(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        return varlen_attention(q_THD, k_TKD, v_TKD, chunk.layout)
+
+    return decoder.hidden(chunk.tokens_T, chunk.layout.positions_T, attend)
+
+
+def chunk_logprobs(decoder: Decoder, chunk: Chunk) -> tuple[Tensor, Tensor]:
+    """Return (logprobs_N, entropy_N) of the chunk's targets."""
+    hidden_NE = hidden_states(decoder, chunk).index_select(0, chunk.rows_N)
+    return token_logprobs(hidden_NE, decoder.head_weight, chunk.targets_N, chunk.temperature_N, chunk.support)
+
+
+def chunk_values(decoder: Decoder, head: ScalarHead, chunk: Chunk) -> Tensor:
+    """Return values_N: what the critic expects before each target is chosen."""
+    return head(hidden_states(decoder, chunk).index_select(0, chunk.rows_N))
+
+
+def chunk_scores(decoder: Decoder, head: ScalarHead, chunk: Chunk) -> Tensor:
+    """Return scores_S: the reward model's verdict at each sequence's last token."""
+    return head(hidden_states(decoder, chunk).index_select(0, chunk.last_row_S))
+
+
+def logprobs_of(
+    decoder: Decoder, sequences: Sequence[TrainSequence], chunks: Sequence[Chunk]
+) -> tuple[np.ndarray, ...]:
+    """Forward only. Returns float32 [T] per sequence in batch order: log-probs at targets, 0.0 elsewhere."""
+    results = _blank(sequences)
+    with torch.inference_mode():
+        for chunk in chunks:
+            _scatter(chunk_logprobs(decoder, chunk)[0], chunk, sequences, results)
+    return results
+
+
+def values_of(
+    decoder: Decoder, head: ScalarHead, sequences: Sequence[TrainSequence], chunks: Sequence[Chunk]
+) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
+    """Forward only. Returns values before each target (0.0 elsewhere), and the value after each last token."""
+    results, last_values = _blank(sequences), np.zeros(len(sequences), dtype=np.float32)
+    with torch.inference_mode():
+        for chunk in chunks:
+            values_T = head(hidden_states(decoder, chunk))
+            _scatter(values_T[chunk.rows_N], chunk, sequences, results)
+            last_values[list(chunk.members)] = values_T[chunk.last_row_S].cpu().numpy()
+    return results, last_values
+
+
+def scores_of(decoder: Decoder, head: ScalarHead, num_sequences: int, chunks: Sequence[Chunk]) -> np.ndarray:
+    """Forward only. Returns float32 [sequences], the score of each sequence in batch order."""
+    scores = np.zeros(num_sequences, dtype=np.float32)
+    with torch.inference_mode():
+        for chunk in chunks:
+            scores[list(chunk.members)] = chunk_scores(decoder, head, chunk).cpu().numpy()
+    return scores
+
+
+def _blank(sequences: Sequence[TrainSequence]) -> tuple[np.ndarray, ...]:
+    return tuple(np.zeros(len(sequence.tokens), dtype=np.float32) for sequence in sequences)
+
+
+def _scatter(
+    values_N: Tensor, chunk: Chunk, sequences: Sequence[TrainSequence], results: tuple[np.ndarray, ...]
+) -> None:
+    """Put a chunk's numbers where its sequences' targets are."""
+    stops = np.cumsum(chunk.target_counts_S.cpu().numpy())[:-1]
+    for index, part in zip(chunk.members, np.split(values_N.float().cpu().numpy(), stops), strict=True):
+        results[index][target_mask(sequences[index])] = part

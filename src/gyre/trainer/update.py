@@ -1,0 +1,124 @@
+"""Update: the gradient of one optimiser update, chunk by chunk. In: packed chunks, learners, an objective.
+Out: gradients in the learners' buffers, metric sums. Caller: trainer.native.
+
+Each chunk's loss is a sum; all are divided by one denominator of the whole update, so that the gradient does not depend
+on how sequences were packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from gyre.objectives.api import AnyObjective, LossInputs, add_sums, finish_sums, loss_sum, trains_scores
+from gyre.trainer.chunk import Chunk
+from gyre.trainer.learner import Learner
+from gyre.trainer.passes import chunk_logprobs, chunk_scores, chunk_values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Models:
+    """Who learns in this run."""
+
+    actor: Learner
+    critic: Learner | None = None
+
+    @property
+    def learners(self) -> tuple[Learner, ...]:
+        return (self.actor,) if self.critic is None else (self.actor, self.critic)
+
+
+@dataclass(slots=True)
+class Found:
+    """What the chunks of one update said beside their gradients."""
+
+    sums: dict[str, Tensor] = field(default_factory=dict)  # objectives' (sum, count) pairs
+    max_gap: Tensor | None = None  # largest |trainer - engine| log-prob
+
+
+class Totals:
+    """Metrics of a loop step, gathered over its updates."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._gaps: list[Tensor] = []
+        self._norms: list[Mapping[str, float]] = []
+        self._skipped = 0
+
+    def add(self, found: Found, norms: Mapping[str, float]) -> None:
+        """Count an update, with the gradient norm of each learner."""
+        self._sums = add_sums(self._sums, found.sums)
+        self._gaps += [] if found.max_gap is None else [found.max_gap]
+        self._norms.append(norms)
+
+    def skip(self) -> None:
+        """Count an update that was left out because a gradient was not finite."""
+        self._skipped += 1
+
+    def finish(self) -> dict[str, float]:
+        metrics = finish_sums(self._sums) | {"skipped_updates": float(self._skipped)}
+        if self._gaps:
+            metrics["engine_gap_max"] = max(float(gap) for gap in self._gaps)
+        for learner in self._norms[0] if self._norms else ():
+            name = "grad_norm" if learner == "actor" else f"{learner}_grad_norm"
+            metrics[name] = sum(norms[learner] for norms in self._norms) / len(self._norms)
+        return metrics
+
+
+def collect_gradients(models: Models, objective: AnyObjective, chunks: Sequence[Chunk], denominator: float) -> Found:
+    """Run forward and backward over the chunks of one update; gradients add up in the learners' buffers."""
+    assert denominator > 0.0
+    found = Found()
+    actor, critic = models.actor, models.critic
+    for chunk in chunks:
+        inputs = _inputs(chunk)
+        if trains_scores(objective):
+            assert actor.head is not None
+            inputs = replace(inputs, scores_S=chunk_scores(actor.decoder, actor.head, chunk))
+        else:
+            logprobs_N, entropy_N = chunk_logprobs(actor.decoder, chunk)
+            inputs = replace(inputs, logprobs_N=logprobs_N, entropy_N=entropy_N)
+            _note_gap(inputs, logprobs_N.detach(), found)
+        _backward(objective, inputs, denominator, found)
+        if critic is not None:
+            assert critic.head is not None
+            values_N = chunk_values(critic.decoder, critic.head, chunk)
+            _backward(objective, replace(_inputs(chunk), values_N=values_N), denominator, found)
+    return found
+
+
+def _inputs(chunk: Chunk) -> LossInputs:
+    """What the batch alone says; results of a forward pass come on top."""
+    columns = chunk.columns
+    return LossInputs(
+        num_sequences=len(chunk.members),
+        sequence_index_N=chunk.sequence_index_N,
+        target_counts_S=chunk.target_counts_S,
+        advantages_N=columns.get("advantages"),
+        behaviour_logprobs_N=columns.get("logprobs"),
+        old_logprobs_N=columns.get("old_logprobs"),
+        reference_logprobs_N=columns.get("reference_logprobs"),
+        old_values_N=columns.get("values"),
+        returns_N=columns.get("returns"),
+        chosen_P=chunk.chosen_P,
+        rejected_P=chunk.rejected_P,
+        margins_P=chunk.margins_P,
+    )
+
+
+def _backward(objective: AnyObjective, inputs: LossInputs, denominator: float, found: Found) -> None:
+    loss, sums = loss_sum(objective, inputs)
+    (loss / denominator).backward()
+    found.sums = add_sums(found.sums, {name: pair.detach() for name, pair in sums.items()})
+
+
+def _note_gap(inputs: LossInputs, logprobs_N: Tensor, found: Found) -> None:
+    """Keep the largest |trainer - engine| log-prob, by the policy as it was before the step where that is known."""
+    if inputs.behaviour_logprobs_N is None or len(logprobs_N) == 0:
+        return
+    trainer_N = logprobs_N if inputs.old_logprobs_N is None else inputs.old_logprobs_N
+    gap = (trainer_N - inputs.behaviour_logprobs_N).abs().max()
+    found.max_gap = gap if found.max_gap is None else torch.maximum(found.max_gap, gap)

@@ -1,0 +1,93 @@
+"""Probe: what memory there is and who seems to hold it, read from the device and the system.
+
+In: a device. Out: numbers of this moment. Callers: `vram.manager` for its proof, `planner.hardware`, doctor.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceReading:
+    """Bytes on the device. On a CPU only free and total are known here: the components' tenants know the rest."""
+
+    free_bytes: int
+    total_bytes: int
+    allocated_bytes: int  # that live tensors hold, by torch's allocator
+    reserved_bytes: int  # that torch's allocator holds, live tensors included
+    peak_bytes: int  # most that was ever allocated since the last reset_peak
+
+    @property
+    def fragment_bytes(self) -> int:
+        return self.reserved_bytes - self.allocated_bytes
+
+    @property
+    def outside_bytes(self) -> int:
+        """Used by whatever is not torch's allocator: context, kernels, NCCL, other processes."""
+        return self.total_bytes - self.free_bytes - self.reserved_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostReading:
+    total_bytes: int  # of the machine, or of the control group where that is less
+    available_bytes: int
+    rss_bytes: int  # resident bytes of this process
+
+
+def read_device(device: torch.device) -> DeviceReading:
+    if device.type != "cuda":
+        host = read_host()
+        return DeviceReading(
+            free_bytes=host.available_bytes,
+            total_bytes=host.total_bytes,
+            allocated_bytes=0,
+            reserved_bytes=0,
+            peak_bytes=0,
+        )
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    return DeviceReading(
+        free_bytes=free_bytes,
+        total_bytes=total_bytes,
+        allocated_bytes=torch.cuda.memory_allocated(device),
+        reserved_bytes=torch.cuda.memory_reserved(device),
+        peak_bytes=torch.cuda.max_memory_allocated(device),
+    )
+
+
+def reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def give_back(device: torch.device) -> None:
+    """Return everything that nobody holds to the driver."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def read_host(group: Path = Path("/sys/fs/cgroup")) -> HostReading:
+    """The machine's memory, cut to the control group's limit where one is set (containers)."""
+    memory = psutil.virtual_memory()
+    total, available = memory.total, memory.available
+    for limit_file, used_file in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", None)):
+        limit = _read_number(group / limit_file)
+        if limit is not None and limit < total:
+            total = limit
+            used = _read_number(group / (used_file or "memory/memory.usage_in_bytes")) or 0
+            available = min(available, max(0, limit - used))
+    return HostReading(total_bytes=total, available_bytes=available, rss_bytes=psutil.Process().memory_info().rss)
+
+
+def _read_number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # no such group, or the word "max": no limit
+        return None

@@ -1,0 +1,71 @@
+"""Manifest of a policy version: what a receiver must hold to have it whole. In: tensors by name. Out: a Manifest, or
+the faults of tensors compared with one. Callers: trainer.register, weights.transports, engine.prepare.
+
+Checksums are blake2b over the row-major bytes, 16 hex digits; a float is compared by its bits and never by value.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from gyre.core.errors import SnapshotError
+from gyre.core.records import Manifest, TensorEntry
+
+
+def checksum(tensor: Tensor) -> str:
+    """Hash the tensor's bytes."""
+    host = tensor.detach().cpu().contiguous().reshape(-1)
+    data = host.view(torch.uint8).numpy().data if host.numel() else b""
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+def make_manifest(version: int, tensors: Mapping[str, Tensor], *, shared: bool, checksums: bool) -> Manifest:
+    """Describe the tensors of a version. Without `checksums` the entries carry "" and only shapes are verified."""
+    entries = tuple(
+        TensorEntry(
+            name=name,
+            dtype=dtype_name(tensor.dtype),
+            shape=tuple(tensor.shape),
+            size_bytes=tensor.numel() * tensor.element_size(),
+            checksum=checksum(tensor) if checksums else "",
+        )
+        for name, tensor in tensors.items()
+    )
+    return Manifest(version=version, entries=entries, shared=shared)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def find_faults(manifest: Manifest, tensors: Mapping[str, Tensor]) -> list[str]:
+    """Compare tensors with a manifest: names, dtypes, shapes, and bytes where it has checksums."""
+    listed = {entry.name for entry in manifest.entries}
+    faults = [f"{name} is missing" for name in sorted(listed - set(tensors))]
+    faults += [f"{name} is not part of the version" for name in sorted(set(tensors) - listed)]
+    for entry in manifest.entries:
+        if entry.name not in tensors:
+            continue
+        tensor = tensors[entry.name]
+        if tuple(tensor.shape) != entry.shape or dtype_name(tensor.dtype) != entry.dtype:
+            faults.append(
+                f"{entry.name} is {dtype_name(tensor.dtype)} {tuple(tensor.shape)}, "
+                f"the version has {entry.dtype} {entry.shape}"
+            )
+        elif entry.checksum and checksum(tensor) != entry.checksum:
+            faults.append(f"{entry.name} does not match its checksum")
+    return faults
+
+
+def verify_manifest(manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+    """Raise SnapshotError, naming the first faults, unless the tensors are the version whole."""
+    faults = find_faults(manifest, tensors)
+    if faults:
+        raise SnapshotError(
+            f"weights of version {manifest.version} are not whole ({len(faults)} faults): {'; '.join(faults[:3])}",
+            hint="nothing was changed: prepare the version again from the trainer that owns it",
+        )

@@ -1,0 +1,108 @@
+"""Objective configs: the table of variants, refusals, and the questions that other rooms ask."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from gyre.objectives.config import (
+    VARIANTS,
+    DpoConfig,
+    GrpoConfig,
+    ObjectiveConfig,
+    PpoConfig,
+    RmConfig,
+    SftConfig,
+    is_pairwise,
+    needs_critic,
+    needs_old_logprobs,
+    needs_reference,
+    needs_rollouts,
+    required_columns,
+    trains_scores,
+)
+
+UNION = TypeAdapter(ObjectiveConfig)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_variant_fills_what_is_left_open_and_nothing_else(variant):
+    row = VARIANTS[variant]
+    config = GrpoConfig(variant=variant, fixed_length_tokens=8)
+    assert {name: getattr(config, name) for name in row} == dict(row)
+    set_by_hand = GrpoConfig(variant=variant, fixed_length_tokens=8, clip_high=0.5, scale="none")
+    assert (set_by_hand.clip_high, set_by_hand.scale) == (0.5, "none")
+    assert UNION.validate_python(config.model_dump()) == config
+
+
+@pytest.mark.parametrize("kind", ["sft", "rm", "dpo", "grpo", "ppo"])
+def test_the_kind_alone_is_enough(kind):
+    assert UNION.validate_python({"kind": kind}).kind == kind
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"kind": "grop"}, "grpo"),
+        ({"kind": "grpo", "variant": "dapoo"}, "dapo"),
+        ({"kind": "grpo", "clip_hi": 1.0}, "did you mean 'clip_high'"),
+        ({"kind": "grpo", "variant": "dr_grpo"}, "fixed_length_tokens"),
+        ({"kind": "grpo", "dual_clip": 0.5}, "more than 1"),
+        ({"kind": "grpo", "variant": "cispo", "dual_clip": 3.0}, "surrogate = 'clip'"),
+        ({"kind": "grpo", "kl_coef": 0.1, "kl_estimator": "k1"}, "zero mean"),
+        ({"kind": "ppo", "kl_estimator": "k3_plus"}, "gradient"),
+        ({"kind": "dpo", "loss": "ipo", "label_smoothing": 0.1}, "label_smoothing"),
+        ({"kind": "dpo", "beta": 0.0}, "greater than 0"),
+        ({"kind": "ppo", "lam": 1.5}, "less than or equal to 1"),
+        ({"kind": "sft", "aggregation": "fixed_length"}, "token"),
+    ],
+)
+def test_refusals_say_what_is_accepted(values, says):
+    with pytest.raises(ValidationError, match=says):
+        UNION.validate_python(values)
+
+
+@pytest.mark.parametrize(
+    ("config", "reference", "critic", "rollouts", "pairwise", "scores"),
+    [
+        (SftConfig(), False, False, False, False, False),
+        (RmConfig(), False, False, False, True, True),
+        (DpoConfig(), True, False, False, True, False),
+        (DpoConfig(pairs="online"), True, False, True, True, False),
+        (GrpoConfig(), False, False, True, False, False),
+        (GrpoConfig(kl_coef=0.04), True, False, True, False, False),
+        (PpoConfig(), False, True, True, False, False),
+        (PpoConfig(kl_coef=0.04), True, True, True, False, False),
+    ],
+)
+def test_questions(config, reference, critic, rollouts, pairwise, scores):
+    assert needs_reference(config) is reference
+    assert needs_critic(config) is critic
+    assert needs_rollouts(config) is rollouts
+    assert is_pairwise(config) is pairwise
+    assert trains_scores(config) is scores
+
+
+def test_required_columns():
+    assert required_columns(SftConfig()) == {"loss_mask"}
+    assert required_columns(RmConfig()) == set()
+    assert required_columns(DpoConfig()) == {"loss_mask", "reference_logprobs"}
+    assert required_columns(GrpoConfig()) == {"loss_mask", "advantages", "logprobs"}
+    assert "reference_logprobs" in required_columns(GrpoConfig(kl_coef=0.1))
+    assert "reference_logprobs" not in required_columns(PpoConfig(kl_coef=0.1))
+    assert {"values", "returns"} <= required_columns(PpoConfig())
+
+
+def test_old_logprobs_are_needed_once_the_policy_has_moved():
+    assert not needs_old_logprobs(GrpoConfig(), updates_per_batch=1)
+    assert needs_old_logprobs(GrpoConfig(), updates_per_batch=2)
+    assert not needs_old_logprobs(GrpoConfig(ratio_base="engine"), updates_per_batch=2)
+    assert not needs_old_logprobs(SftConfig(), updates_per_batch=2)
+
+
+def test_config_and_advantages_load_no_torch():
+    code = "import sys; import gyre.objectives.config, gyre.objectives.advantages; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,357 @@
+"""Ledger decisions under Hypothesis: a plan that is given fits at every point, moves nothing in vain and brings what
+the phase needs; a refusal is right, and the setting that it names is the nearest one that fits."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from gyre.core.errors import InputError, MemoryBudgetError
+from gyre.core.records import Usage
+from gyre.vram.entries import Budgets, Entry, Ledger, MovePlan
+from gyre.vram.ledger import apply_plan, misfits, plan_moves, plan_phase, settle
+from gyre.vram.phases import RING, default_needs, match_name, next_use
+from gyre.vram.refusals import words
+
+PHASES = ("idle", *RING)
+KEEPING = (("host", "disk"), ("disk", "host"), ("host",), ("disk",), ("none",), ())
+
+
+@st.composite
+def entries(draw, *, max_size: int = 7) -> tuple[Entry, ...]:
+    count = draw(st.integers(1, max_size))
+    made = []
+    for index in range(count):
+        leave = draw(st.sampled_from(KEEPING))
+        tiers = ("device", *leave)
+        made.append(
+            Entry(
+                name=f"c{index}",
+                size_bytes=draw(st.integers(0, 40)),
+                tier=draw(st.sampled_from(tiers)),
+                tiers=tiers,
+                phases=tuple(draw(st.sets(st.sampled_from(RING), max_size=4))),
+                leave=leave,
+                wake=draw(st.integers(0, 3)),
+            )
+        )
+    return tuple(made)
+
+
+@st.composite
+def ledgers(draw, *, tight: bool = True) -> Ledger:
+    made = draw(entries())
+    top = 150 if tight else 10_000
+    low = 0 if tight else 10_000
+    return Ledger(
+        entries=made,
+        budgets=Budgets(
+            device_bytes=draw(st.integers(0, 200)),
+            host_bytes=draw(st.integers(low, top)),
+            disk_bytes=draw(st.integers(low, top)),
+            staging_bytes=draw(st.integers(0, 5)) if tight else 0,
+        ),
+        residency=draw(st.sampled_from(["resident", "spill", "phase"])),
+        working=draw(st.dictionaries(st.sampled_from(RING), st.integers(0, 60))),
+    )
+
+
+def starts_legal(ledger: Ledger) -> bool:
+    now = ledger.usage()
+    budgets = ledger.budgets
+    return (
+        now.device_bytes <= budgets.device_bytes
+        and now.host_bytes <= budgets.host_bytes
+        and now.disk_bytes <= budgets.disk_bytes
+    )
+
+
+def replay(ledger: Ledger, plan: MovePlan) -> list[tuple[int, int, int]]:
+    """Bytes by tier in the middle and at the end of each move, counted anew and not taken from the plan."""
+    where = {entry.name: {entry.tier} for entry in ledger.entries}
+    size = {entry.name: entry.size_bytes for entry in ledger.entries}
+    seen = []
+    for move in plan.moves:
+        assert where[move.name] == {move.source}
+        for places in ({move.source, move.target}, {move.target}):
+            where[move.name] = places
+            totals = {tier: sum(size[n] for n in where if tier in where[n]) for tier in ("device", "host", "disk")}
+            if len(places) == 2 and {move.source, move.target} == {"device", "disk"}:
+                totals["host"] += min(move.size_bytes, ledger.budgets.staging_bytes)
+            seen.append((totals["device"], totals["host"], totals["disk"]))
+    return seen
+
+
+def check_plan(ledger: Ledger, plan: MovePlan) -> None:
+    budgets = ledger.budgets
+    seen = replay(ledger, plan)
+    assert seen == [(p.device_bytes, p.host_bytes, p.disk_bytes) for p in plan.points[1:]]
+    for device, host, disk in seen:
+        assert device <= budgets.device_bytes
+        assert host <= budgets.host_bytes
+        assert disk <= budgets.disk_bytes
+    names = [move.name for move in plan.moves]
+    assert len(names) == len(set(names)), "a component moves once"
+    for move in plan.moves:
+        entry = ledger.entry(move.name)
+        assert move.source == entry.tier != move.target
+        assert move.target in entry.tiers
+        assert move.source != "none" or move.target == "device"
+
+
+@settings(max_examples=400, deadline=None)
+@given(ledger=ledgers(), phase=st.sampled_from(PHASES))
+def test_a_plan_fits_at_every_point_and_moves_nothing_in_vain(ledger: Ledger, phase) -> None:
+    try:
+        plan = plan_phase(ledger, phase)
+    except MemoryBudgetError:
+        return
+    check_plan(ledger, plan)
+    after = apply_plan(ledger, plan)
+    assert all(entry.tier == "device" for entry in after.entries if phase in entry.phases)
+    used = after.usage().device_bytes + ledger.working.get(phase, 0)
+    assert used <= ledger.budgets.device_bytes
+    assert plan.peak_device_bytes <= ledger.budgets.device_bytes
+    gone = [ledger.entry(move.name) for move in plan.moves if move.target != "device"]
+    assert all(entry.tier == "device" and phase not in entry.phases for entry in gone)
+    if ledger.residency == "resident":
+        assert not gone
+    if ledger.residency == "spill":  # each that left had to: with any one of them back it would not fit
+        assert all(used + entry.size_bytes > ledger.budgets.device_bytes for entry in gone)
+    if ledger.residency == "phase":
+        stays = [entry for entry in after.entries if entry.tier == "device" and phase not in entry.phases]
+        assert all(not entry.leave for entry in stays)
+    assert plan_phase(after, phase).moves == (), "entering again moves nothing"
+
+
+@settings(max_examples=300, deadline=None)
+@given(ledger=ledgers(tight=False), phase=st.sampled_from(PHASES))
+def test_with_room_elsewhere_only_a_true_shortage_is_refused(ledger: Ledger, phase) -> None:
+    assume(starts_legal(ledger))
+    must = sum(
+        entry.size_bytes
+        for entry in ledger.entries
+        if phase in entry.phases or (entry.tier == "device" and (not entry.leave or ledger.residency == "resident"))
+    )
+    fits = must + ledger.working.get(phase, 0) <= ledger.budgets.device_bytes
+    if fits:
+        plan_phase(ledger, phase)
+    else:
+        with pytest.raises(MemoryBudgetError, match=f"phase {phase} does not fit"):
+            plan_phase(ledger, phase)
+
+
+@settings(max_examples=300, deadline=None)
+@given(ledger=ledgers(), phase=st.sampled_from(PHASES))
+def test_the_named_setting_is_the_nearest_that_fits(ledger: Ledger, phase) -> None:
+    assume(starts_legal(ledger))
+    try:
+        plan_phase(ledger, phase)
+        return
+    except MemoryBudgetError as error:
+        assert any(entry.name in error.message for entry in ledger.entries) or "no components" in error.message
+        named = re.findall(r"memory\.(device|host|disk)_budget_bytes (?:=|to at least) (\d+)", error.hint)
+        device_only = "does not fit on the device" in error.message
+    assume(len(named) == 1)
+    key, value = f"{named[0][0]}_bytes", int(named[0][1])
+
+    def outcome(size: int) -> str:
+        try:
+            plan_phase(replace(ledger, budgets=replace(ledger.budgets, **{key: size})), phase)
+        except MemoryBudgetError as error:
+            return "device" if "does not fit on the device" in error.message else "moves"
+        return "fits"
+
+    if device_only:
+        assert outcome(value) in ("fits", "moves")  # the device is large enough; the host may still be too small
+        assert outcome(value - 1) == "device"
+    else:
+        assert outcome(value) == "fits"
+        assert outcome(value - 1) != "fits"
+
+
+@settings(max_examples=200, deadline=None)
+@given(ledger=ledgers(tight=False), phases=st.lists(st.sampled_from(RING), min_size=1, max_size=6))
+def test_the_ring_turns_without_losing_anyone(ledger: Ledger, phases: list) -> None:
+    start = ledger
+    for phase in phases:
+        try:
+            plan = plan_phase(ledger, phase)
+        except MemoryBudgetError:
+            return
+        check_plan(ledger, plan)
+        ledger = apply_plan(ledger, plan)
+    assert [(e.name, e.size_bytes) for e in ledger.entries] == [(e.name, e.size_bytes) for e in start.entries]
+    assert sum(e.size_bytes for e in ledger.entries if e.tier != "none") == sum(
+        (ledger.usage().device_bytes, ledger.usage().host_bytes, ledger.usage().disk_bytes)
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(ledger=ledgers(), data=st.data())
+def test_moves_by_name_are_legal_or_refused(ledger: Ledger, data) -> None:
+    chosen = data.draw(st.sets(st.sampled_from([entry.name for entry in ledger.entries])))
+    targets = {name: data.draw(st.sampled_from(["device", "host", "disk", "none"])) for name in sorted(chosen)}
+    try:
+        plan = plan_moves(ledger, targets)
+    except MemoryBudgetError:
+        return
+    except InputError:
+        bad = [ledger.entry(name) for name, tier in targets.items() if ledger.entry(name).tier != tier]
+        assert any(targets[e.name] not in e.tiers or (e.tier == "none" and targets[e.name] != "device") for e in bad)
+        return
+    check_plan(ledger, plan)
+    after = apply_plan(ledger, plan)
+    assert {entry.name: entry.tier for entry in after.entries if entry.name in targets} == targets
+
+
+def colocated(*, device_bytes: int, host_bytes: int = 10_000, shared: bool = False, **options) -> Ledger:
+    needs = default_needs(shared_weights=shared)
+    sizes = {"actor.params": 10, "actor.grads": 20, "actor.optimizer": 40, "engine.kv": 30, "reference": 10}
+    if not shared:
+        sizes["engine.weights"] = 10
+    made = []
+    for name, size in sizes.items():
+        need = match_name(needs, name)
+        assert need is not None
+        leave = ("none",) if name in ("engine.kv", "actor.grads") else ("host",)
+        made.append(
+            Entry(
+                name=name,
+                size_bytes=size,
+                tier="device" if name.startswith("actor") else leave[0],
+                tiers=("device", *leave),
+                phases=need.phases,
+                leave=leave,
+                wake=need.wake,
+            )
+        )
+    budgets = Budgets(device_bytes=device_bytes, host_bytes=host_bytes, disk_bytes=0)
+    return Ledger(entries=tuple(made), budgets=budgets, **options)
+
+
+def test_on_a_laptop_nothing_moves_once_all_is_there() -> None:
+    ledger = colocated(device_bytes=10_000)
+    for phase in RING:
+        ledger = apply_plan(ledger, plan_phase(ledger, phase))
+    for phase in RING * 2:
+        assert plan_phase(ledger, phase).moves == ()
+
+
+def test_staged_wake_of_the_handover() -> None:
+    """Weights come before KV, and only after the trainer's state is out."""
+    ledger = colocated(device_bytes=75)
+    ledger = apply_plan(ledger, plan_phase(ledger, "train"))
+    handover = plan_phase(ledger, "handover")
+    assert [(move.name, move.target) for move in handover.moves] == [
+        ("actor.optimizer", "host"),
+        ("engine.weights", "device"),
+    ]
+    rollout = plan_phase(apply_plan(ledger, handover), "rollout")
+    assert [(move.name, move.target) for move in rollout.moves][-1] == ("engine.kv", "device")
+    from_train = plan_phase(ledger, "rollout")
+    order = [move.name for move in from_train.moves if move.target == "device"]
+    assert order == ["engine.weights", "engine.kv"]
+    kinds = [move.target == "device" for move in from_train.moves]
+    assert kinds == sorted(kinds), "out before in"
+
+
+def test_a_full_host_gives_back_before_it_takes() -> None:
+    """The device has room for both, the host for one: in goes first, then out."""
+    made = (
+        Entry(name="a", size_bytes=10, tier="device", tiers=("device", "host"), phases=("train",), leave=("host",)),
+        Entry(name="b", size_bytes=10, tier="host", tiers=("device", "host"), phases=("rollout",), leave=("host",)),
+    )
+    budgets = Budgets(device_bytes=20, host_bytes=10, disk_bytes=0)
+    plan = plan_phase(Ledger(entries=made, budgets=budgets, residency="phase"), "rollout")
+    assert [(move.name, move.target) for move in plan.moves] == [("b", "device"), ("a", "host")]
+
+
+def test_a_full_host_spills_to_disk_and_says_so() -> None:
+    both = ("device", "host", "disk")
+    made = (
+        Entry(name="a", size_bytes=10, tier="device", tiers=both, phases=("train",), leave=("host", "disk")),
+        Entry(name="b", size_bytes=15, tier="none", tiers=("device", "none"), phases=("rollout",), leave=("none",)),
+    )
+    plan = plan_phase(Ledger(entries=made, budgets=Budgets(device_bytes=20, host_bytes=5, disk_bytes=10)), "rollout")
+    assert [(move.name, move.target) for move in plan.moves] == [("a", "disk"), ("b", "device")]
+    assert "no room on host" in plan.moves[0].reason
+
+
+def test_the_least_needed_leaves() -> None:
+    """Belady: on the way to rollout the optimizer (used two phases later) goes before the reference (used next)."""
+    both = ("device", "host")
+    made = (
+        Entry(name="reference", size_bytes=10, tier="device", tiers=both, phases=("score",), leave=("host",)),
+        Entry(name="actor.optimizer", size_bytes=10, tier="device", tiers=both, phases=("train",), leave=("host",)),
+        Entry(
+            name="engine.kv", size_bytes=10, tier="none", tiers=("device", "none"), phases=("rollout",), leave=("none",)
+        ),
+    )
+    plan = plan_phase(Ledger(entries=made, budgets=Budgets(device_bytes=20, host_bytes=90, disk_bytes=0)), "rollout")
+    assert [move.name for move in plan.moves] == ["actor.optimizer", "engine.kv"]
+
+
+def test_next_use_goes_round_the_ring() -> None:
+    assert next_use(("train",), "rollout") == 2
+    assert next_use(("rollout",), "evaluate") == 1
+    assert next_use(("train",), "train") == len(RING)
+    assert next_use((), "train") == len(RING) + 1
+    assert next_use(("rollout",), "idle") == 1
+
+
+def test_refusal_names_components_budget_and_setting() -> None:
+    with pytest.raises(MemoryBudgetError) as refusal:
+        plan_phase(colocated(device_bytes=70, working={"train": 5}), "train")
+    assert "actor.optimizer 40 B, actor.grads 20 B, actor.params 10 B" in refusal.value.message
+    assert "5 B of working memory" in refusal.value.message
+    assert "the budget is 70 B, 5 B too little" in refusal.value.message
+    assert "memory.device_budget_bytes to at least 75" in refusal.value.hint
+
+
+def test_resident_that_does_not_fit_points_to_spill() -> None:
+    with pytest.raises(MemoryBudgetError) as refusal:
+        plan_phase(colocated(device_bytes=75, residency="resident"), "rollout")
+    assert 'memory.residency = "spill", which fits' in refusal.value.hint
+
+
+def test_more_than_the_budget_from_the_start_is_refused() -> None:
+    with pytest.raises(MemoryBudgetError, match=r"over the budget as they are: 70 B on device"):
+        plan_phase(colocated(device_bytes=60), "rollout")
+
+
+def test_settle_names_the_owner_and_takes_over_small_differences() -> None:
+    ledger = colocated(device_bytes=1000)
+    measured = {
+        entry.name: Usage(
+            device_bytes=entry.size_bytes if entry.tier == "device" else 0,
+            host_bytes=entry.size_bytes if entry.tier == "host" else 0,
+            disk_bytes=0,
+        )
+        for entry in ledger.entries
+    }
+    assert settle(ledger, measured, tolerance_bytes=0) == ledger
+    grown = {**measured, "actor.grads": Usage(device_bytes=23, host_bytes=0, disk_bytes=0)}
+    assert settle(ledger, grown, tolerance_bytes=3).entry("actor.grads").size_bytes == 23
+    with pytest.raises(MemoryBudgetError, match=r"actor\.grads still holds 23 bytes on device, the ledger says 20"):
+        settle(ledger, grown, tolerance_bytes=2)
+    kept = {**grown, "engine.kv": Usage(device_bytes=30, host_bytes=0, disk_bytes=0)}
+    assert [text.split()[0] for text in misfits(ledger, kept, tolerance_bytes=0)] == ["engine.kv", "actor.grads"]
+    with pytest.raises(MemoryBudgetError, match=r"actor\.params holds only 0 bytes on device"):
+        settle(ledger, {k: v for k, v in measured.items() if k != "actor.params"}, tolerance_bytes=0)
+
+
+def test_names_match_from_the_whole_to_the_owner() -> None:
+    table = {"actor": 1, "actor.params": 2}
+    assert match_name(table, "actor.params") == 2
+    assert match_name(table, "actor.params.bias") == 2
+    assert match_name(table, "actor.optimizer") == 1
+    assert match_name(table, "actors") is None
+
+
+def test_words_have_units() -> None:
+    assert [words(size) for size in (0, 1023, 1536, 3 << 30)] == ["0 B", "1023 B", "1.50 KiB", "3.00 GiB"]
