@@ -54,6 +54,7 @@ from gyre.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from gyre.trainer.config import TrainerConfig
 from gyre.trainer.native import NativeTrainer
 from gyre.trainer.snapshot import SnapshotStore
+from gyre.vram.config import MemoryConfig
 from gyre.vram.manager import MemoryManager
 from gyre.vram.phases import default_needs
 
@@ -352,7 +353,9 @@ class Built:
         self._scorer: RuleScorer | None = None
 
     def trainer(self, stage: Stage, policy: Policy, version: int) -> NativeTrainer:
-        reward = self._config.rewards.model_part()
+        reward, reward_model = self._config.rewards.model_part(), None
+        if reward is not None and stage.name == MAIN:
+            reward_model = load_reward_model(reward.path, self._machine, policy)
         self._trainer = NativeTrainer(
             decoder=policy.decoder,
             objective=stage.objective,
@@ -476,7 +479,9 @@ class Snapshots:
 
     def _save(self, step: int, state: Mapping[str, Any], blobs: Mapping[str, bytes]) -> None:
         own = self._trainer.snapshot()
-        self._store.save(step, tensors=own["tensors"], state={"loop": state, "trainer": own["state"]}, blobs=blobs)
+        # Copies: a storage whose bytes the writer has looked at can no longer leave the device.
+        tensors = {name: tensor.to("cpu", copy=True) for name, tensor in own["tensors"].items()}
+        self._store.save(step, tensors=tensors, state={"loop": state, "trainer": own["state"]}, blobs=blobs)
 
 
 # Pieces --------------------------------------------------------------------------------------------------------------
@@ -644,6 +649,22 @@ def accuracy_part(config: RunConfig) -> str:
     if config.eval.part and config.eval.part not in rules:
         raise ConfigError(f"eval.part = '{config.eval.part}': the rewards are named {', '.join(rules) or 'nothing'}")
     return config.eval.part or (rules[0] if rules else "")
+
+
+def resolve_memory(config: RunConfig, machine: Machine) -> MemoryConfig:
+    """Budgets in bytes: what the config says, or what is free now."""
+    memory = describe_hardware()
+    available = int(memory["memory_available_bytes"] or 8 << 30)
+    device = available // 2
+    if machine.device.type == "cuda":
+        device = torch.cuda.mem_get_info()[0]
+    auto = {
+        "device_budget_bytes": device,
+        "host_budget_bytes": available // 2,
+        "disk_budget_bytes": shutil.disk_usage(".").free // 2,
+    }
+    decided = {key: value for key, value in auto.items() if getattr(config.memory, key) == "auto"}
+    return config.memory.model_copy(update=decided)
 
 
 def make_sinks(config: RunConfig, folder: Path, events: EventLog) -> list[TensorBoardSink | WandbSink]:

@@ -82,6 +82,11 @@ class EngineWeights:
         """Swap to the prepared version, whole."""
         assert self._prepared is not None and self._prepared.version == version
         if self._prepared.staged is not None:
+            if not self.present:
+                raise InputError(
+                    f"version {version} cannot be committed: engine.weights is not on the device",
+                    hint="move engine.weights to the device first",
+                )
             swap_in(self._prepared.staged, self.tensors)
         self.version, self.is_dummy, self._prepared = version, False, None
 

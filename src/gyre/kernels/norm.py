@@ -21,7 +21,14 @@ def rms_norm(x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
 
 def rms_norm_forward(x_NE: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return the normalised rows and rstd_N1, which the backward pass needs. Leading axes may be several."""
-    return torch.ops.aten._fused_rms_norm(x_NE, list(weight_E.shape), weight_E, eps)
+    if x_NE.is_cuda:
+        return torch.ops.aten._fused_rms_norm(x_NE, list(weight_E.shape), weight_E, eps)
+    # torch's own is many unfused passes here. Rows meet the float32 statistic without being widened in memory.
+    statistics = torch.promote_types(x_NE.dtype, torch.float32)
+    norm_N1 = torch.linalg.vector_norm(x_NE, dim=-1, keepdim=True, dtype=statistics)
+    rstd_N1 = norm_N1.square_().div_(len(weight_E)).add_(eps).rsqrt_()
+    scaled_NE = torch.mul(x_NE, rstd_N1, out=torch.empty(x_NE.shape, dtype=x_NE.dtype, device=x_NE.device))
+    return scaled_NE.mul_(weight_E), rstd_N1
 
 
 def rms_norm_backward(grad_NE: Tensor, x_NE: Tensor, rstd_N1: Tensor, weight_E: Tensor) -> tuple[Tensor, Tensor]:

@@ -246,7 +246,7 @@ def note_outcome(progress: Progress, outcome: Outcome, when: str, emit) -> Progr
         "eval.done",
         stage=progress.stage,
         name=outcome.metric,
-        accuracy=outcome.value,
+        **{"loss" if outcome.metric == "loss" else "accuracy": outcome.value},
         n=outcome.n,
         step=progress.step,
         when=when,

@@ -223,7 +223,7 @@ def _shown_folders() -> list[str]:
 def _environment() -> dict[str, str]:
     """All that programs see of the environment; hashes are fixed so that a program prints the same each time."""
     package = str(Path(__file__).resolve().parents[2])
-    path = "/usr/local/bin:/usr/bin:/bin"
+    path = "/tmp/w/bw/usr/bin:/usr/local/bin:/usr/bin:/bin"
     return {"PATH": path, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "PYTHONPATH": package}
 
 

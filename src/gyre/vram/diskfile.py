@@ -19,9 +19,8 @@ from typing import NoReturn
 from torch import Tensor
 
 from gyre.core.errors import MemoryBudgetError, SnapshotError
+from gyre.vram.entries import STAGING_BYTES
 from gyre.vram.hostbuffer import HostBuffer
-
-STAGING_BYTES = 64 << 20
 
 
 def sync_folder(folder: Path) -> None:

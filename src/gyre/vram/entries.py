@@ -12,6 +12,8 @@ from gyre.core.errors import InputError
 from gyre.core.records import Phase, Tier, Usage
 from gyre.vram.config import Residency
 
+STAGING_BYTES = 64 << 20  # host memory that a copy between a GPU and disk passes through, at most
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
@@ -31,7 +33,7 @@ class Budgets:
     device_bytes: int
     host_bytes: int
     disk_bytes: int
-    staging_bytes: int = 0  # host bytes that a copy between device and disk passes through
+    staging_bytes: int = 0  # STAGING_BYTES on a GPU; a CPU needs none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

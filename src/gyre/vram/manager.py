@@ -20,8 +20,7 @@ from gyre.core.contracts import MemoryTenant
 from gyre.core.records import Component, Phase, Tier, Usage
 from gyre.vram import probe, refusals
 from gyre.vram.config import MemoryConfig
-from gyre.vram.diskfile import STAGING_BYTES
-from gyre.vram.entries import Budgets, Entry, Ledger, MovePlan
+from gyre.vram.entries import STAGING_BYTES, Budgets, Entry, Ledger, MovePlan
 from gyre.vram.ledger import apply_plan, misfits, plan_moves, plan_phase, settle
 from gyre.vram.phases import Need, leave_tiers, match_name
 

@@ -168,6 +168,14 @@ class CallFilter:
         self._code = ctypes.create_string_buffer(code, len(code))
         self._header = struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(self._code))
 
+    def open_at(self, fd: int) -> None:
+        """Make the filter readable at this file number, for bwrap --seccomp."""
+        made = os.memfd_create("filter")
+        os.write(made, self._code.raw)
+        os.lseek(made, 0, os.SEEK_SET)
+        os.dup2(made, fd)
+        os.set_inheritable(fd, True)  # made may itself be fd, which dup2 then leaves as it is
+
     def install(self) -> None:
         """Apply it to this process and all that it starts. Needs no_new_privs."""
         _prctl(_PR_SET_SECCOMP, 2, "seccomp", self._header)

@@ -27,10 +27,10 @@ _FIXED_FILES = {
 def build_root(folders: list[str]) -> None:
     """Enter a root that holds the system and `folders`, all read-only. Needs a mount namespace of its own."""
     kernel.mount(None, "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
-    shown = [path for path in _SYSTEM if os.path.exists(path)] + _outermost(folders)
+    visible = shown(folders)
     # The new root hides what lies under its mount point, so every source is opened before.
-    sources = {path: os.open(path, os.O_PATH) for path in [*shown, *_DEVICES, "/proc"] if not os.path.islink(path)}
-    links = {path: os.readlink(path) for path in shown if os.path.islink(path)}
+    sources = {path: os.open(path, os.O_PATH) for path in [*visible, *_DEVICES, "/proc"] if not os.path.islink(path)}
+    links = {path: os.readlink(path) for path in visible if os.path.islink(path)}
     root = "/tmp"
     kernel.mount("view", root, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755,size=1m")
     for path, fd in sources.items():
@@ -49,6 +49,11 @@ def build_root(folders: list[str]) -> None:
         os.symlink(WORK, root + "/tmp")
     kernel.pivot_into(root)
     kernel.restrict_mount("/", kernel.ATTR_RDONLY, recursive=False)
+
+
+def shown(folders: list[str]) -> list[str]:
+    """Every path of this machine that programs see, parents before children."""
+    return [path for path in _SYSTEM if os.path.exists(path)] + _outermost(folders)
 
 
 def _outermost(folders: list[str]) -> list[str]:

@@ -7,6 +7,7 @@ descendant does. Caller: jail.zygote.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
@@ -61,7 +62,8 @@ def end_descendants() -> None:
             return
         if pid == 0:
             for member in members(whole_namespace=False):
-                os.kill(member, signal.SIGKILL)  # ours to wait for, so the number is still its own
+                with contextlib.suppress(ProcessLookupError):  # it may have ended since it was listed
+                    os.kill(member, signal.SIGKILL)
             time.sleep(0.001)
 
 

@@ -20,9 +20,10 @@ import signal
 import socket
 import sys
 import time
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from gyre.rewards.jail import kernel, program, view, watch
+from gyre.rewards.jail import bubble, kernel, program, view, watch
 
 # Loaded once so that programs find them warm. Each extension library among them makes every fork a little slower.
 _WARM = ("bisect", "collections", "copy", "functools", "heapq", "itertools", "math", "random", "re", "string", "typing")
@@ -38,28 +39,45 @@ except Exception:
 _NOBODY = 65534
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Jail:
+    """How programs are locked in."""
+
+    mode: str  # "strong", "bubblewrap" or "weak"
+    folders: list[str]  # shown read-only beside the system
+    stage: program.Stage | None  # strong: put up once, in the zygote
+    call_filter: kernel.CallFilter | None  # strong and bubblewrap
+
+    @property
+    def strong(self) -> bool:
+        return self.mode == "strong"
+
+
 def main(mode: str, socket_fd: int, folders: list[str]) -> NoReturn:
     """Set up, say how, then serve until the client hangs up."""
     client = socket.socket(fileno=socket_fd)
     sys.executable = os.path.realpath(sys.executable)
     try:
-        kernel.forbid_new_privileges()
+        if mode != "bubblewrap":  # a bwrap with the setuid bit could not use it
+            kernel.forbid_new_privileges()
         program.limit_for_all()
-        call_filter = kernel.CallFilter() if mode == "strong" else None
-        note = _enter_strong(folders) if call_filter is not None else _enter_weak()
+        call_filter = None if mode == "weak" else kernel.CallFilter()
+        note = _enter_strong(folders) if mode == "strong" else _enter_plain(mode)
     except OSError as error:
         client.send(marshal.dumps({"ok": False, "error": str(error)}))
         os._exit(1)
     _warm_up()
-    stage = program.Stage(view.WORK)
+    stage = None
     if mode == "strong":
         os.environ.update({"HOME": view.WORK, "TMPDIR": view.WORK})
+        stage = program.Stage(view.WORK)
         stage.set_up()
+    jail = Jail(mode=mode, folders=folders, stage=stage, call_filter=call_filter)
     client.send(marshal.dumps({"ok": True, "note": note}))
     gc.collect()
     gc.disable()
     gc.freeze()
-    while _serve_one(client, stage, call_filter):
+    while _serve_one(client, jail):
         pass
     os._exit(0)
 
@@ -101,8 +119,11 @@ def _try_mount_namespace() -> bool:
     return True
 
 
-def _enter_weak() -> str:
+def _enter_plain(mode: str) -> str:
+    """Weak and bubblewrap: be the one that inherits every orphan, so that none is missed."""
     kernel.become_subreaper()
+    if mode == "bubblewrap":
+        return "each program starts a new Python"
     return "programs run as root" if os.geteuid() == 0 else "programs run as the same user"
 
 
@@ -115,7 +136,7 @@ def _warm_up() -> None:
     sys.path = [path for path in sys.path if os.path.realpath(path) != own]
 
 
-def _serve_one(client: socket.socket, stage: program.Stage, call_filter: kernel.CallFilter | None) -> bool:
+def _serve_one(client: socket.socket, jail: Jail) -> bool:
     """One program from request to answer. False when the client has hung up."""
     message, files, _, _ = socket.recv_fds(client, 65536, 8)
     if not message:
@@ -124,16 +145,15 @@ def _serve_one(client: socket.socket, stage: program.Stage, call_filter: kernel.
         return True
     limits = marshal.loads(message)
     started_s, cpu_before_s = time.monotonic(), watch.children_cpu_s()
-    if call_filter is None:
-        stage = _make_weak_stage()
-    child = _fork(limits, files, stage, call_filter)
+    stage = jail.stage or program.Stage(_make_folder() if jail.mode == "weak" else view.WORK)
+    child = _fork(limits, files, stage, jail)
     for fd in files:
         os.close(fd)
-    strong = call_filter is not None
-    reason = _wait(client, child, started_s + limits["wall_s"], limits, cpu_before_s, strong=strong)
+    reason = _wait(client, child, started_s + limits["wall_s"], limits, cpu_before_s, strong=jail.strong)
     _, status = os.waitpid(child, 0)
-    if not strong:
+    if not jail.strong:
         watch.end_descendants()
+    if jail.mode == "weak":
         _remove(stage.folder)
     ended = {
         "code": os.waitstatus_to_exitcode(status),
@@ -145,37 +165,37 @@ def _serve_one(client: socket.socket, stage: program.Stage, call_filter: kernel.
     return True
 
 
-def _fork(
-    limits: dict[str, Any], files: list[int], stage: program.Stage, call_filter: kernel.CallFilter | None
-) -> int:
+def _fork(limits: dict[str, Any], files: list[int], stage: program.Stage, jail: Jail) -> int:
     """Fork the program's process; in strong mode as process 1 of a new namespace, so that all dies with it."""
-    if call_filter is None:
-        pid = os.fork()
-        if pid == 0:
-            _become_program(limits, files, stage, None)
-        return pid
-    own = os.open("/proc/self/ns/pid", os.O_RDONLY)
-    kernel.unshare(kernel.CLONE_NEWPID)  # for the next child, not for us
+    own = -1
+    if jail.strong:
+        own = os.open("/proc/self/ns/pid", os.O_RDONLY)
+        kernel.unshare(kernel.CLONE_NEWPID)  # for the next child, not for us
     pid = os.fork()
     if pid == 0:
-        _become_program(limits, files, stage, call_filter)
-    kernel.setns(own, kernel.CLONE_NEWPID)
-    os.close(own)
+        _become_program(limits, files, stage, jail)
+    if jail.strong:
+        kernel.setns(own, kernel.CLONE_NEWPID)
+        os.close(own)
     return pid
 
 
-def _become_program(
-    limits: dict[str, Any], files: list[int], stage: program.Stage, call_filter: kernel.CallFilter | None
-) -> NoReturn:
+def _become_program(limits: dict[str, Any], files: list[int], stage: program.Stage, jail: Jail) -> NoReturn:
     """Lock in, then run. What fails before the program starts is told on stderr, with exit code 125."""
     try:
         payload_fd = _arrange(files)
         os.setsid()
-        if call_filter is not None:
+        if jail.mode == "strong":
+            assert jail.call_filter is not None
             kernel.unshare(kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS)
             view.mount_proc()
             view.mount_work_folder(limits["file_bytes"])
-            program.lock_in(limits, call_filter)
+            program.lock_in(limits, jail.call_filter)
+        elif jail.mode == "bubblewrap":
+            assert jail.call_filter is not None
+            jail.call_filter.open_at(4)
+            os.set_inheritable(payload_fd, True)
+            os.execvp("bwrap", bubble.command(limits, jail.folders))
         else:
             kernel.die_with_parent(signal.SIGKILL)
             stage.set_up()
@@ -238,11 +258,11 @@ def _kill_and_leave(child: int, *, strong: bool) -> NoReturn:
     os._exit(0)
 
 
-def _make_weak_stage() -> program.Stage:
-    """A work folder on disk, of this run alone."""
+def _make_folder() -> str:
+    """A work folder on disk, of one weak run alone."""
     folder = f"/tmp/gyre-program-{os.urandom(8).hex()}"
     os.mkdir(folder, 0o700)
-    return program.Stage(folder)
+    return folder
 
 
 def _remove(folder: str) -> None:

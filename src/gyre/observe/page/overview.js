@@ -1,0 +1,152 @@
+// Overview: what the run is, what came of it, where the time went.
+
+function overview() {
+  const node = document.getElementById("overview");
+  document.getElementById("chips").append(...chips());
+  const outcome = outcomeCard();
+  const ring = DATA.timeline ? ringCard() : null;
+  const parts = [outcome, ring].filter(Boolean);
+  if (outcome) document.getElementById("summary").textContent = lead();
+  if (parts.length) node.append(el("div", { class: parts.length === 1 ? "hero-grid single" : "hero-grid" }, parts));
+  const facts = tiles();
+  if (facts.length) node.append(el("div", { class: "tiles" }, facts));
+}
+
+function chips() {
+  const texts = [RUN.objective && [RUN.objective.toUpperCase(), "strong"], RUN.model && [RUN.model], RUN.seed !== null && RUN.seed !== undefined && [`seed ${RUN.seed}`],
+    RUN.startedAt && [new Date(RUN.startedAt).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" })],
+    !RUN.finished && ["not finished", "warn"], RUN.attempts > 1 && [`resumed ${RUN.attempts - 1 === 1 ? "once" : `${RUN.attempts - 1} times`}`, "warn"]];
+  return texts.filter(Boolean).map(([text, kind]) => el("span", { class: `chip ${kind || ""}` }, text));
+}
+
+function lead() {
+  const first = DATA.outcomes[0];
+  const spent = `${RUN.finished ? "in" : "so far, after"} ${seconds(RUN.seconds)}`;
+  if (first.path.length < 2) return `One evaluation ${spent}.`;
+  const points = (first.after.value - first.before.value) * 100;
+  if (Math.abs(points) < 0.05) return `As accurate as at the start, ${spent}.`;
+  return `${Math.abs(points).toFixed(1)} points ${points > 0 ? "more" : "less"} accurate ${spent}.`;
+}
+
+function outcomeCard() {
+  if (!DATA.outcomes.length) return lossCard();
+  const [first, ...others] = DATA.outcomes;
+  const interval = first.after.interval;
+  const several = first.path.length > 1;
+  return el("div", { class: "card outcome" },
+    el("div", { class: "outcome-label" }, el("b", {}, `Accuracy, ${first.name}`), first.after.n ? ` · ${count(first.after.n)} problems` : ""),
+    el("div", { class: "outcome-numbers", role: "img", "aria-label": several ? `from ${percent(first.before.value)} to ${percent(first.after.value)}` : percent(first.after.value) },
+      several ? [el("span", { class: "outcome-before" }, tight(first.before.value)), arrow()] : null,
+      el("span", { class: "outcome-after" }, tight(first.after.value))),
+    several && first.path.length > 2 ? pathChart(first) : null,
+    el("div", { class: "outcome-more" },
+      interval ? el("span", {}, "95 % interval ", el("b", {}, `${percent(interval[0])} – ${percent(interval[1])}`)) : null,
+      others.slice(0, 4).map((other) => el("span", {}, `${other.name} `, el("b", {}, other.path.length > 1 ? `${percent(other.before.value)} → ${percent(other.after.value)}` : percent(other.after.value))))));
+}
+
+const tight = (value) => `${(value * 100).toFixed(1)}%`;
+const arrow = () => svg("svg", { class: "outcome-arrow", viewBox: "0 0 46 24", "aria-hidden": "true" },
+  svg("path", { d: "M2 12h40M32 3l10 9-10 9", style: { fill: "none", stroke: "currentcolor", "stroke-width": 2.6, "stroke-linecap": "round", "stroke-linejoin": "round" } }));
+
+// A line without axes: how accuracy came about, stage by stage.
+function pathChart(outcome) {
+  const node = svg("svg", { class: "outcome-path", height: 74, "aria-hidden": "true" });
+  drawn(node, (width) => {
+    const xs = outcome.path.map((point) => point.x);
+    const [low, high] = [Math.min(...xs), Math.max(...xs)];
+    const values = outcome.path.map((point) => point.value);
+    const [bottom, top] = [Math.min(...values), Math.max(...values)];
+    const sx = (x) => 6 + ((x - low) / (high - low || 1)) * (width - 12);
+    const sy = (value) => 54 - ((value - bottom) / (top - bottom || 1)) * 46;
+    const line = outcome.path.map((point, at) => `${at ? "L" : "M"}${sx(point.x).toFixed(1)} ${sy(point.value).toFixed(1)}`).join("");
+    const bounds = RUN.stages.filter((stage, at) => at > 0 && stage.steps > 0 && stage.firstX > low && stage.firstX < high);
+    node.setAttribute("viewBox", `0 0 ${width} 74`);
+    const names = RUN.stages.length > 1 ? RUN.stages.filter((stage) => stage.steps > 0 && stage.lastX > low && stage.firstX <= high) : [];
+    node.replaceChildren(
+      svg("linearGradient", { id: "path-fill", x1: 0, x2: 0, y1: 0, y2: 1 },
+        svg("stop", { offset: 0, style: { "stop-color": "var(--accent)", "stop-opacity": 0.25 } }), svg("stop", { offset: 1, style: { "stop-color": "var(--accent)", "stop-opacity": 0 } })),
+      svg("path", { d: `${line}L${sx(high)} 56L${sx(low)} 56Z`, fill: "url(#path-fill)" }),
+      ...bounds.map((stage) => svg("line", { x1: sx(stage.firstX - 0.5), x2: sx(stage.firstX - 0.5), y1: 2, y2: 56, "stroke-dasharray": "3 3", style: { stroke: "var(--muted)", opacity: 0.6 } })),
+      svg("path", { d: line, style: { fill: "none", stroke: "var(--accent)", "stroke-width": 2.4, "stroke-linejoin": "round", "stroke-linecap": "round" } }),
+      ...outcome.path.map((point) => svg("circle", { cx: sx(point.x), cy: sy(point.value), r: 3.2, style: { fill: "var(--accent)", stroke: "var(--surface)", "stroke-width": 1.5 } })),
+      ...names.map((stage) => {
+        const [from, to] = [sx(clamp(stage.firstX, low, high)), sx(clamp(stage.lastX, low, high))];
+        return to - from < 56 ? svg("text") : svg("text", { x: (from + to) / 2, y: 71, "text-anchor": "middle", style: { fill: "var(--muted)", "font-size": "11.5px" } }, words(stage.name));
+      }));
+  });
+  return node;
+}
+
+// A run that was never evaluated still has a loss or a reward to show.
+function lossCard() {
+  const panel = ["reward", "loss"].map((id) => DATA.panels.find((known) => known.id === id)).find(Boolean);
+  const values = panel ? panel.series[0].v.filter((value) => value !== null) : [];
+  if (values.length < 2) return null;
+  return el("div", { class: "card outcome" },
+    el("div", { class: "outcome-label" }, el("b", {}, panel.title), " · no evaluation was recorded"),
+    el("div", { class: "outcome-numbers" }, el("span", { class: "outcome-before" }, number(values[0])), arrow(), el("span", { class: "outcome-after" }, number(values[values.length - 1]))));
+}
+
+function shares() {
+  const { seconds: spent, phases, unaccounted_s: rest } = DATA.timeline;
+  const outer = phases.filter((phase) => !phase.includes("/")).map((phase) => ({ name: phase, seconds: spent[phase], colour: phaseColour(phase) }));
+  if (rest > 0.005 * RUN.seconds) outer.push({ name: "between phases", seconds: rest, colour: "var(--line)" });
+  const total = sum(outer.map((part) => part.seconds)) || 1;
+  return outer.map((part) => ({ ...part, share: part.seconds / total }));
+}
+
+function ringCard() {
+  const parts = shares();
+  const gap = parts.length > 1 ? 0.022 : 0;
+  const point = (radius, turn) => `${(100 + radius * Math.sin(turn)).toFixed(2)} ${(100 - radius * Math.cos(turn)).toFixed(2)}`;
+  let turn = 0;
+  const arcs = parts.map((part) => {
+    const [from, to] = [turn + gap, Math.max(turn + gap + 0.012, turn + part.share * Math.PI * 2 - gap)];
+    turn += part.share * Math.PI * 2;
+    const end = Math.min(to, from + Math.PI * 2 - 0.001);
+    const large = end - from > Math.PI ? 1 : 0;
+    return svg("path", { d: `M${point(84, from)}A84 84 0 ${large} 1 ${point(84, end)}`, style: { fill: "none", stroke: part.colour, "stroke-width": 19 } },
+      svg("title", {}, `${part.name}: ${seconds(part.seconds)}, ${percent(part.share)}`));
+  });
+  const label = parts.map((part) => `${part.name} ${percent(part.share, 0)}`).join(", ");
+  return el("div", { class: "card ring" },
+    svg("svg", { viewBox: "0 0 200 200", role: "img", "aria-label": `Share of time by phase: ${label}` }, arcs,
+      svg("text", { class: "ring-center", x: 100, y: 104, "text-anchor": "middle" }, seconds(RUN.seconds)),
+      svg("text", { class: "ring-sub", x: 100, y: 123, "text-anchor": "middle" }, RUN.gaps.length ? "of running" : "wall time")),
+    el("ul", { class: "share", "aria-label": "Time by phase" }, parts.map((part) =>
+      el("li", {}, dot(part.colour), el("span", {}, part.name), el("span", { class: "num" }, seconds(part.seconds)), el("b", {}, percent(part.share, part.share < 0.0995 ? 1 : 0))))));
+}
+
+function tiles() {
+  const made = [];
+  const tile = (label, value, sub) => made.push(el("div", { class: "card tile" },
+    el("div", { class: "tile-label" }, label), el("div", { class: "tile-value" }, value), el("div", { class: "tile-sub" }, sub || "\u00a0")));
+  const last = (id) => { const panel = DATA.panels.find((known) => known.id === id); return panel ? panel.series.find((line) => !line.dots) : null; };
+  const ends = (line) => { const values = line.v.filter((value) => value !== null); return [values[0], values[values.length - 1]]; };
+  const steps = sum(RUN.stages.map((stage) => stage.steps));
+  tile("Steps", count(steps), RUN.stages.filter((stage) => stage.steps).map((stage) => `${words(stage.name)} ${count(stage.steps)}`).join(" + "));
+  for (const [id, label, digits] of [["reward", "Reward"], ["length", "Length", "tokens"], ["kl", "KL", "nats"], ["engine_gap", "Log-prob gap", "nats"]]) {
+    const line = last(id);
+    if (!line) continue;
+    const [from, to] = ends(line);
+    if (to !== undefined) tile(label, number(to), `from ${number(from)}${digits ? ` ${digits}` : ""}`);
+  }
+  const speed = last("tokens_per_second");
+  if (speed) {
+    const sorted = speed.v.filter((value) => value !== null).sort((a, b) => a - b);
+    if (sorted.length) tile("Tokens per second", number(sorted[sorted.length >> 1]), "median over steps");
+  }
+  if (DATA.memory) tile("Peak device memory", bytes(peakOf("device").total), `in ${peakOf("device").phase || "the run"}`);
+  tile("Counted events", count(RUN.numCounted), RUN.numCounted ? "fallbacks, drops, retries" : "nothing fell back");
+  return made;
+}
+
+function peakOf(tier) {
+  const values = DATA.memory.tiers[tier];
+  let best = { total: 0, at: 0 };
+  DATA.memory.phase.forEach((_, at) => {
+    const total = sum(DATA.memory.owners.map((owner) => values[owner][at]));
+    if (total > best.total) best = { total, at };
+  });
+  return { ...best, phase: DATA.memory.phase[best.at], step: DATA.memory.step[best.at] };
+}

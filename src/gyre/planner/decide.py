@@ -1,0 +1,258 @@
+"""Decide: turns what the user left open into numbers that fit this machine. Pure.
+
+In: PlanInputs, Hardware. Out: Plan, with the reason of each number, or a ConfigError / MemoryBudgetError that says what
+would fit. Callers: `wire`, `gyre plan`. The phases are worked out by the same ledger that a run obeys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gyre.core.errors import ConfigError, MemoryBudgetError
+from gyre.core.records import Phase
+from gyre.planner.memory import kv_bytes_per_page, predict_components, working_bytes
+from gyre.planner.plan import ComponentPlan, DeviceKind, Dtype, Hardware, PhasePlan, Plan, PlanInputs, Sizes
+from gyre.planner.ring import walk_ring
+from gyre.planner.sizes import check_lengths, derive, longest_sequence
+from gyre.vram.config import Residency
+from gyre.vram.entries import STAGING_BYTES, Budgets
+from gyre.vram.phases import RING
+from gyre.vram.refusals import words
+
+PAGE_TOKENS = 16
+MOST_RUNNING = {"cpu": 256, "cuda": 512}
+PREFERRED_CHUNK = {"cpu": 8192, "cuda": 16384}  # tokens; larger ones gain little speed and cost memory
+DEVICE_SHARE = {"cpu": 0.6, "cuda": 0.9}  # of what is free now
+HOST_SHARE = {"cpu": 0.2, "cuda": 0.6}  # of what is available now; on a CPU it comes on top of the device share
+DISK_SHARE = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Base:
+    """What is settled before sizes are tried."""
+
+    device: DeviceKind
+    dtype: Dtype
+    threads: int
+    budgets: Budgets
+    page_tokens: int
+    max_running: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Trial:
+    """One way to run that fits."""
+
+    residency: Residency
+    tokens_per_chunk: int
+    kv_pages: int
+    components: tuple[ComponentPlan, ...]
+    working: dict[Phase, int]
+    phases: tuple[PhasePlan, ...]
+
+
+def make_plan(inputs: PlanInputs, hardware: Hardware) -> Plan:
+    """Everything that was open is decided; the same inputs and hardware give the same plan."""
+    check_lengths(inputs)
+    base, reasons = _settle_base(inputs, hardware)
+    per_update = inputs.sequences_per_update or inputs.prompts_per_step * inputs.completions_per_prompt
+    given = inputs.sequences_per_update is not None
+    reasons["sequences_per_update"] = "given" if given else "all sequences of a step in one update"
+    trial = _first_that_fits(inputs, base, per_update)
+    reasons |= _explain_trial(inputs, base, trial)
+    sizes = Sizes(
+        prompts_per_step=inputs.prompts_per_step,
+        completions_per_prompt=inputs.completions_per_prompt,
+        sequences_per_update=per_update,
+        tokens_per_chunk=trial.tokens_per_chunk,
+    )
+    derived = derive(sizes, inputs)
+    return Plan(
+        objective=inputs.objective,
+        device=base.device,
+        dtype=base.dtype,
+        threads=base.threads,
+        page_tokens=base.page_tokens,
+        kv_pages=trial.kv_pages,
+        max_running=base.max_running,
+        residency=trial.residency,
+        device_budget_bytes=base.budgets.device_bytes,
+        host_budget_bytes=base.budgets.host_bytes,
+        disk_budget_bytes=base.budgets.disk_bytes,
+        sizes=sizes,
+        derived=derived,
+        components=trial.components,
+        working=trial.working,
+        phases=trial.phases,
+        reasons=reasons,
+        notes=(*derived.notes, *_notes(inputs, base, hardware, trial)),
+        hardware=hardware,
+    )
+
+
+def _settle_base(inputs: PlanInputs, hardware: Hardware) -> tuple[_Base, dict[str, str]]:
+    reasons = {name: "given" for name in ("prompts_per_step", "completions_per_prompt")}
+    if inputs.device == "cuda" and hardware.device != "cuda":
+        raise ConfigError("device = cuda, but no CUDA device is usable here", hint="run `gyre doctor`, or use cpu")
+    device = inputs.device or hardware.device
+    reasons["device"] = "given" if inputs.device else f"the best here: {hardware.device_name}"
+    dtype: Dtype = inputs.dtype or ("bfloat16" if device == "cuda" else "float32")
+    reasons["dtype"] = "given" if inputs.dtype else f"default on {device}"
+    threads = inputs.threads or hardware.cores
+    reasons["threads"] = "given" if inputs.threads else "cores that this process may use"
+    budgets = _budgets(inputs, hardware, device, reasons)
+    sequences = inputs.prompts_per_step * inputs.completions_per_prompt
+    max_running = inputs.max_running or min(sequences, MOST_RUNNING[device])
+    reasons["max_running"] = (
+        "given" if inputs.max_running else f"a step's {sequences} sequences, at most " + str(MOST_RUNNING[device])
+    )
+    reasons["page_tokens"] = "given" if inputs.page_tokens else "default"
+    base = _Base(
+        device=device,
+        dtype=dtype,
+        threads=threads,
+        budgets=budgets,
+        page_tokens=inputs.page_tokens or PAGE_TOKENS,
+        max_running=max_running if inputs.online else 0,
+    )
+    return base, reasons
+
+
+def _budgets(inputs: PlanInputs, hardware: Hardware, device: DeviceKind, reasons: dict[str, str]) -> Budgets:
+    free = hardware.device_free_bytes if device == "cuda" else hardware.host_available_bytes
+    shares = {
+        "device": (inputs.device_budget_bytes, DEVICE_SHARE[device], free, f"free on the {device}"),
+        "host": (inputs.host_budget_bytes, HOST_SHARE[device], hardware.host_available_bytes, "available host memory"),
+        "disk": (inputs.disk_budget_bytes, DISK_SHARE, hardware.disk_free_bytes, "free disk"),
+    }
+    sizes: dict[str, int] = {}
+    for tier, (asked, share, there, what) in shares.items():
+        key = f"{tier}_budget_bytes"
+        if tier == "disk" and not inputs.disk_tier:
+            sizes[tier], reasons[key] = 0, "no memory.disk_folder"
+        elif asked is not None:
+            sizes[tier], reasons[key] = asked, "given"
+        else:
+            sizes[tier], reasons[key] = int(share * there), f"{share:.0%} of {words(there)} {what}"
+    staging = STAGING_BYTES if device == "cuda" else 0
+    return Budgets(
+        device_bytes=sizes["device"], host_bytes=sizes["host"], disk_bytes=sizes["disk"], staging_bytes=staging
+    )
+
+
+def _first_that_fits(inputs: PlanInputs, base: _Base, per_update: int) -> _Trial:
+    """Everything resident with a chunk of good size, else moving what must make room, else ever smaller chunks."""
+    chunks = _chunk_candidates(inputs, base.device, per_update)
+    choices: Sequence[Residency] = (inputs.residency,) if inputs.residency else ("resident", "spill")
+    refusal: MemoryBudgetError | None = None
+    for residency in choices:
+        for tokens in chunks:
+            if len(choices) > 1 and residency == "resident" and 4 * tokens < chunks[0]:
+                continue  # a much smaller chunk costs more than moving components does
+            try:
+                return _try(inputs, base, residency, tokens, whole_kv=len(choices) > 1 and residency == "resident")
+            except MemoryBudgetError as error:
+                refusal = error
+    assert refusal is not None
+    raise refusal
+
+
+def _chunk_candidates(inputs: PlanInputs, device: DeviceKind, per_update: int) -> list[int]:
+    if inputs.tokens_per_chunk is not None:
+        return [inputs.tokens_per_chunk]
+    longest = longest_sequence(inputs)
+    tokens = max(longest, min(PREFERRED_CHUNK[device], per_update * longest))
+    candidates = []
+    while tokens > longest:
+        candidates.append(tokens)
+        tokens //= 2
+    return [*candidates, longest]
+
+
+def _try(inputs: PlanInputs, base: _Base, residency: Residency, tokens: int, *, whole_kv: bool) -> _Trial:
+    """The phases under these sizes. MemoryBudgetError if they don't fit."""
+    working = working_bytes(
+        inputs, dtype=base.dtype, device=base.device, tokens_per_chunk=tokens, max_running=base.max_running
+    )
+    pages = _kv_pages(inputs, base, residency, working["rollout"], whole=whole_kv)
+    components = predict_components(inputs, dtype=base.dtype, page_tokens=base.page_tokens, kv_pages=pages)
+    order: tuple[Phase, ...] = RING if inputs.online else ("score", "train", "evaluate")
+    phases = walk_ring(components, working, base.budgets, residency, order)
+    return _Trial(
+        residency=residency,
+        tokens_per_chunk=tokens,
+        kv_pages=pages,
+        components=components,
+        working=working,
+        phases=phases,
+    )
+
+
+def _pages_wanted(inputs: PlanInputs, base: _Base) -> tuple[int, int]:
+    """Pages for one sequence of full length, and for all that run at the same time."""
+    each = -(-longest_sequence(inputs) // base.page_tokens)
+    return each, each * base.max_running
+
+
+def _kv_pages(inputs: PlanInputs, base: _Base, residency: Residency, working: int, *, whole: bool) -> int:
+    """As many as can be used; fewer where the device does not hold them, but enough for one sequence."""
+    if not inputs.online:
+        return 0
+    if inputs.kv_pages is not None:
+        return inputs.kv_pages
+    each, wanted = _pages_wanted(inputs, base)
+    if whole:
+        return wanted
+    page_bytes = kv_bytes_per_page(inputs.model, base.dtype, base.page_tokens)
+    others = predict_components(inputs, dtype=base.dtype, page_tokens=base.page_tokens, kv_pages=0)
+    beside = sum(
+        component.size_bytes
+        for component in others
+        if component.name != "engine.kv"
+        and (residency == "resident" or "rollout" in component.phases or not component.leave)
+    )
+    room = (base.budgets.device_bytes - working - beside) // page_bytes - 1
+    return max(each, min(wanted, room))
+
+
+def _explain_trial(inputs: PlanInputs, base: _Base, trial: _Trial) -> dict[str, str]:
+    longest = longest_sequence(inputs)
+    reasons = {"tokens_per_chunk": "given", "kv_pages": "given", "residency": "given"}
+    if inputs.tokens_per_chunk is None:
+        train = words(trial.working["train"])
+        reasons["tokens_per_chunk"] = f"largest that fits with {train} of activations, at least {longest}"
+    if not inputs.online:
+        reasons["kv_pages"] = reasons["max_running"] = reasons["page_tokens"] = "nothing is generated"
+    elif inputs.kv_pages is None:
+        each, wanted = _pages_wanted(inputs, base)
+        all_run = f"{base.max_running} running × {each} pages of {base.page_tokens} tokens"
+        full = trial.kv_pages == wanted
+        reasons["kv_pages"] = (
+            all_run if full else f"what the device budget leaves; {all_run} = {wanted} would all fit in"
+        )
+    if inputs.residency is None:
+        reasons["residency"] = {
+            "resident": "everything fits on the device at once",
+            "spill": "not everything fits at once: the least needed moves out",
+            "phase": "given",
+        }[trial.residency]
+    return reasons
+
+
+def _notes(inputs: PlanInputs, base: _Base, hardware: Hardware, trial: _Trial) -> list[str]:
+    notes = []
+    if base.threads > hardware.cores:
+        notes.append(f"{base.threads} threads on {hardware.cores} cores get in each other's way")
+    if base.dtype == "bfloat16" and not hardware.bf16 and base.device == "cpu":
+        notes.append("this CPU has no bfloat16 products: float32 is faster here")
+    each, wanted = _pages_wanted(inputs, base)
+    if inputs.online and trial.kv_pages < wanted:
+        notes.append(
+            f"KV pages for {trial.kv_pages // each} of {base.max_running} running completions at full length: "
+            "longer ones will be preempted"
+        )
+    moved = sum(phase.moved_bytes for phase in trial.phases)
+    if moved:
+        notes.append(f"each iteration copies {words(moved)} between tiers")
+    return notes

@@ -1,0 +1,133 @@
+"""Memory: predicted bytes of each component and of each phase's working memory. Pure arithmetic.
+
+In: sizes of the models and batches. Out: ComponentPlans, bytes by phase. Callers: `planner.decide`. What a run really
+holds is measured by `vram.manager`; the components agree to the byte (up to alignment), working memory is an estimate
+from above, checked against saved tensors by a test.
+
+Letters: E hidden, M MLP, H heads, K KV heads, D head size, V vocabulary, L longest sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from gyre.core.records import Phase, Tier
+from gyre.planner.plan import ComponentPlan, DeviceKind, Dtype, ModelNumbers, PlanInputs
+from gyre.vram.config import Leave
+from gyre.vram.phases import default_needs, leave_tiers, match_name
+
+ITEM_BYTES: Mapping[Dtype, int] = {"float32": 4, "bfloat16": 2}
+LOGIT_ROWS = 1024  # rows of logits that exist at a time in the trainer, at most
+
+
+def kv_bytes_per_page(model: ModelNumbers, dtype: Dtype, page_tokens: int) -> int:
+    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * page_tokens * ITEM_BYTES[dtype]
+
+
+def activation_bytes(model: ModelNumbers, dtype: Dtype, tokens: int, *, longest: int, device: DeviceKind) -> int:
+    """What one chunk keeps for its backward pass, and the largest temporaries of that pass."""
+    m, item = model, ITEM_BYTES[dtype]
+    q_size, kv_size = m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim
+    kept = 5 * m.hidden_size + 2 * (q_size + 2 * kv_size) + 2 * q_size + 4 * m.mlp_size
+    if device == "cpu":
+        kept += m.num_heads * longest  # attention probabilities; on CUDA they never exist
+    passing = 4 * m.mlp_size + 2 * m.hidden_size + 2 * (q_size + 2 * kv_size)
+    return tokens * item * (m.num_layers * kept + passing) + logit_bytes(m, tokens)
+
+
+def forward_bytes(model: ModelNumbers, dtype: Dtype, tokens: int, *, longest: int, device: DeviceKind) -> int:
+    """A forward pass without a backward: one layer's temporaries at a time."""
+    one_layer = ModelNumbers(**{**_as_dict(model), "num_layers": 1})
+    return activation_bytes(one_layer, dtype, tokens, longest=longest, device=device)
+
+
+def logit_bytes(model: ModelNumbers, rows: int) -> int:
+    return 3 * 4 * min(rows, LOGIT_ROWS) * model.vocab_size  # float32 logits, log-softmax, gradient
+
+
+def engine_bytes(model: ModelNumbers, dtype: Dtype, *, tokens: int, running: int, longest: int) -> int:
+    """One engine step: a layer's temporaries, gathered keys and values, and float32 logits of every running sequence."""
+    m, item = model, ITEM_BYTES[dtype]
+    heads = (m.num_heads + 2 * m.num_kv_heads) * m.head_dim
+    layer = tokens * item * (4 * m.hidden_size + 2 * heads + 4 * m.mlp_size)
+    gathered = 2 * running * longest * m.num_kv_heads * m.head_dim * item
+    sampling = 3 * 4 * running * m.vocab_size
+    return layer + gathered + sampling
+
+
+def working_bytes(
+    inputs: PlanInputs, *, dtype: Dtype, device: DeviceKind, tokens_per_chunk: int, max_running: int
+) -> dict[Phase, int]:
+    """Device bytes beside the components, by phase."""
+    model, longest = inputs.model, inputs.max_prompt_tokens + inputs.max_completion_tokens
+    scored = [model] + ([inputs.reward_model] if inputs.reward_model is not None else [])
+    score = max(forward_bytes(m, dtype, tokens_per_chunk, longest=longest, device=device) for m in scored)
+    generate = engine_bytes(model, dtype, tokens=inputs.engine_tokens_per_step, running=max_running, longest=longest)
+    return {
+        "rollout": generate if inputs.online else 0,
+        "score": score if inputs.online or inputs.reference else 0,
+        "train": activation_bytes(model, dtype, tokens_per_chunk, longest=longest, device=device),
+        "handover": 0,
+        "evaluate": generate if inputs.online else score,
+    }
+
+
+def predict_components(
+    inputs: PlanInputs, *, dtype: Dtype, page_tokens: int, kv_pages: int
+) -> tuple[ComponentPlan, ...]:
+    """Bytes and places of each component that the run will have."""
+    needs = default_needs(shared_weights=inputs.shared_weights)
+    keeping: tuple[Tier, ...] = ("device", "host", "disk") if inputs.disk_tier else ("device", "host")
+    rows: list[tuple[str, int, tuple[Tier, ...], str]] = []
+    rows += _trained("actor", inputs.model, dtype, keeping)
+    if inputs.critic:
+        rows += _trained("critic", inputs.model, dtype, keeping)
+    if inputs.reference:
+        rows.append(("reference", *_weights(inputs.model, dtype, keeping)))
+    if inputs.reward_model is not None:
+        rows.append(("reward", *_weights(inputs.reward_model, dtype, keeping)))
+    if inputs.online:
+        if not inputs.shared_weights:
+            rows.append(("engine.weights", *_weights(inputs.model, dtype, (*keeping, "none"))))
+        page = kv_bytes_per_page(inputs.model, dtype, page_tokens)
+        formula = f"({kv_pages} pages + 1 spare) × {page} bytes"
+        rows.append(("engine.kv", (kv_pages + 1) * page, (*keeping, "none"), formula))
+    return tuple(_component(row, needs, inputs.leave) for row in rows)
+
+
+def _trained(owner: str, model: ModelNumbers, dtype: Dtype, keeping: tuple[Tier, ...]) -> list:
+    """Weights that are trained: float32 gradients and moments, and float32 masters beside lower-precision weights."""
+    count = model.num_parameters
+    rows = [
+        (f"{owner}.params", *_weights(model, dtype, keeping)),
+        (f"{owner}.grads", 4 * count, ("device", "none"), f"{count} × 4 bytes"),
+        (f"{owner}.optimizer", 8 * count, keeping, f"{count} × 2 moments × 4 bytes"),
+    ]
+    if dtype != "float32":
+        rows.append((f"{owner}.master", 4 * count, keeping, f"{count} × 4 bytes"))
+    return rows
+
+
+def _weights(model: ModelNumbers, dtype: Dtype, tiers: tuple[Tier, ...]) -> tuple[int, tuple[Tier, ...], str]:
+    item = ITEM_BYTES[dtype]
+    return model.num_parameters * item, tiers, f"{model.num_parameters} × {item} bytes"
+
+
+def _component(
+    row: tuple[str, int, tuple[Tier, ...], str], needs: Mapping, leave: Mapping[str, Leave]
+) -> ComponentPlan:
+    name, size_bytes, tiers, formula = row
+    need = match_name(needs, name)
+    assert need is not None, name
+    return ComponentPlan(
+        name=name,
+        size_bytes=size_bytes,
+        tiers=tiers,
+        phases=need.phases,
+        leave=leave_tiers(name, tiers, leave),
+        formula=formula,
+    )
+
+
+def _as_dict(model: ModelNumbers) -> dict[str, int]:
+    return {name: getattr(model, name) for name in ModelNumbers.__dataclass_fields__}

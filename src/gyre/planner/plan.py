@@ -1,0 +1,187 @@
+"""Plan: everything a run needs to know, decided once. Records only, with a JSON round trip (`plan.json`).
+
+In: PlanInputs (numbers from the configs; None where the user says "auto") and Hardware. Out: Plan, in which nothing is
+open any more. Callers: `planner.decide` makes it, `wire` obeys it, `gyre plan` prints it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from gyre.core.errors import SnapshotError
+from gyre.core.records import Phase, Tier
+from gyre.vram.config import Leave, Residency
+
+DeviceKind = Literal["cpu", "cuda"]
+Dtype = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """What this machine offers, at this moment."""
+
+    device: DeviceKind  # the best there is
+    device_name: str
+    device_total_bytes: int
+    device_free_bytes: int
+    host_total_bytes: int
+    host_available_bytes: int
+    disk_free_bytes: int  # under the folder of the disk tier; 0 without one
+    cores: int  # that this process may use
+    bf16: bool  # matrix products in bfloat16 are native
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelNumbers:
+    """A decoder by its sizes."""
+
+    num_parameters: int
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp_size: int
+    context_tokens: int  # longest sequence that it takes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanInputs:
+    """What the user wrote, as numbers. None means: decide."""
+
+    model: ModelNumbers
+    objective: str  # its kind, for the words only
+    online: bool  # completions are generated; otherwise sequences come from data
+    prompts_per_step: int  # for offline objectives: data rows per step
+    completions_per_prompt: int  # for offline objectives: sequences per row (2 for preference pairs)
+    max_prompt_tokens: int
+    max_completion_tokens: int
+    sequences_per_update: int | None = None
+    tokens_per_chunk: int | None = None
+    epochs_per_batch: int = 1
+    critic: bool = False
+    reference: bool = False
+    reward_model: ModelNumbers | None = None
+    shared_weights: bool = True  # the engine reads the trainer's own parameters
+    device: DeviceKind | None = None
+    dtype: Dtype | None = None
+    threads: int | None = None
+    page_tokens: int | None = None
+    kv_pages: int | None = None
+    max_running: int | None = None  # completions that hold pages at the same time
+    engine_tokens_per_step: int = 2048
+    residency: Residency | None = None
+    device_budget_bytes: int | None = None
+    host_budget_bytes: int | None = None
+    disk_budget_bytes: int | None = None
+    disk_tier: bool = False
+    leave: Mapping[str, Leave] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """The four named sizes. Everything else about batches follows from them."""
+
+    prompts_per_step: int  # prompts
+    completions_per_prompt: int  # completions
+    sequences_per_update: int  # sequences
+    tokens_per_chunk: int  # tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DerivedSizes:
+    sequences_per_step: int
+    updates_per_step: int  # optimiser updates, epochs included
+    sequences_in_last_update: int  # of each epoch
+    longest_sequence_tokens: int
+    expected_tokens_per_step: int  # when completions are half as long as they may be
+    most_tokens_per_step: int
+    chunks_per_update: int  # of full length, at most
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComponentPlan:
+    name: str
+    size_bytes: int
+    tiers: tuple[Tier, ...]
+    phases: tuple[Phase, ...]
+    leave: tuple[Tier, ...]
+    formula: str  # where the bytes come from
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhasePlan:
+    """One phase of a steady iteration."""
+
+    phase: Phase
+    device: Mapping[str, int]  # bytes by component
+    host: Mapping[str, int]
+    disk: Mapping[str, int]
+    working_bytes: int  # activations, logits, sampling
+    peak_device_bytes: int
+    peak_host_bytes: int
+    moved_bytes: int  # copied on entering it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Nothing in here is "auto"."""
+
+    objective: str
+    device: DeviceKind
+    dtype: Dtype
+    threads: int
+    page_tokens: int
+    kv_pages: int  # 0 when nothing is generated
+    max_running: int
+    residency: Residency
+    device_budget_bytes: int
+    host_budget_bytes: int
+    disk_budget_bytes: int
+    sizes: Sizes
+    derived: DerivedSizes
+    components: tuple[ComponentPlan, ...]
+    working: Mapping[Phase, int]  # bytes beside the components, by phase
+    phases: tuple[PhasePlan, ...]
+    reasons: Mapping[str, str]  # by name of a number: what forced it
+    notes: tuple[str, ...]
+    hardware: Hardware
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        try:
+            return _build(Plan, json.loads(text))
+        except (ValueError, TypeError, KeyError) as error:
+            raise SnapshotError(
+                f"this is not a plan of this version: {error}", hint="make it again with `gyre plan`"
+            ) from error
+
+
+def _build(kind: Any, value: Any) -> Any:
+    """Rebuild records from JSON values by their annotations."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        assert isinstance(kind, type)
+        hints = typing.get_type_hints(kind)
+        unknown = set(value) - set(hints)
+        if unknown:
+            raise KeyError(f"{kind.__name__} has no {', '.join(sorted(unknown))}")
+        return kind(**{name: _build(hints[name], item) for name, item in value.items()})
+    if origin is tuple:
+        return tuple(_build(args[0], item) for item in value)
+    if origin is types.UnionType:
+        return None if value is None else _build(args[0], value)
+    if origin is Mapping or isinstance(origin, type) and issubclass(origin, Mapping):
+        return {key: _build(args[1], item) for key, item in value.items()}
+    return value

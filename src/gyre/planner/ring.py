@@ -1,0 +1,84 @@
+"""Ring: what a steady iteration holds where, phase by phase, worked out with the ledger that a run obeys. Pure.
+
+In: predicted components, working bytes, budgets. Out: PhasePlans, or the ledger's MemoryBudgetError. Caller: decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from gyre.core.errors import MemoryBudgetError
+from gyre.core.records import Phase, Tier
+from gyre.planner.plan import ComponentPlan, PhasePlan
+from gyre.vram.config import Residency
+from gyre.vram.entries import Budgets, Entry, Ledger, MovePlan
+from gyre.vram.ledger import apply_plan, plan_phase
+from gyre.vram.phases import Need, default_needs, match_name
+from gyre.vram.refusals import words
+
+
+def walk_ring(
+    components: Sequence[ComponentPlan],
+    working: Mapping[Phase, int],
+    budgets: Budgets,
+    residency: Residency,
+    order: Sequence[Phase],
+) -> tuple[PhasePlan, ...]:
+    """Two rounds; the second is the steady one."""
+    entries = place_at_start(components, budgets)
+    ledger = Ledger(entries=entries, budgets=budgets, residency=residency, working=working)
+    rounds: list[PhasePlan] = []
+    for phase in (*order, *order):
+        plan = plan_phase(ledger, phase)
+        ledger = apply_plan(ledger, plan)
+        rounds.append(_phase_plan(phase, ledger, plan))
+    return tuple(rounds[len(order) :])
+
+
+def place_at_start(components: Sequence[ComponentPlan], budgets: Budgets) -> tuple[Entry, ...]:
+    """Components as their owners build them, one after the other: on the device while there is room."""
+    left = {"device": budgets.device_bytes, "host": budgets.host_bytes, "disk": budgets.disk_bytes, "none": 1 << 62}
+    entries = []
+    for component in components:
+        choices: tuple[Tier, ...] = ("device", *component.leave)
+        tier = next((tier for tier in choices if component.size_bytes <= left[tier]), None)
+        if tier is None:
+            raise MemoryBudgetError(
+                f"there is no room for {component.name} ({words(component.size_bytes)}) on {' or '.join(choices)} beside "
+                f"what is there already; still free: device {words(left['device'])}, host {words(left['host'])}, disk "
+                f"{words(left['disk'])}",
+                hint=f"raise memory.{choices[-1]}_budget_bytes by {component.size_bytes - left[choices[-1]]}, "
+                "or set memory.disk_folder",
+            )
+        left[tier] -= component.size_bytes
+        need = match_name(default_needs(shared_weights=False), component.name)
+        entries.append(_entry(component, tier, need))
+    return tuple(entries)
+
+
+def _entry(component: ComponentPlan, tier: Tier, need: Need | None) -> Entry:
+    return Entry(
+        name=component.name,
+        size_bytes=component.size_bytes,
+        tier=tier,
+        tiers=component.tiers,
+        phases=component.phases,
+        leave=component.leave,
+        wake=need.wake if need is not None else 0,
+    )
+
+
+def _phase_plan(phase: Phase, ledger: Ledger, plan: MovePlan) -> PhasePlan:
+    def held(tier: Tier) -> dict[str, int]:
+        return {entry.name: entry.size_bytes for entry in ledger.entries if entry.tier == tier}
+
+    return PhasePlan(
+        phase=phase,
+        device=held("device"),
+        host=held("host"),
+        disk=held("disk"),
+        working_bytes=plan.working_bytes,
+        peak_device_bytes=plan.peak_device_bytes,
+        peak_host_bytes=plan.peak_host_bytes,
+        moved_bytes=sum(move.size_bytes for move in plan.moves if "none" not in (move.source, move.target)),
+    )
