@@ -6,9 +6,12 @@ the contents of a component that is on the device.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +21,18 @@ import torch
 from gyre.core.contracts import MemoryTenant
 from gyre.core.errors import InputError
 from gyre.core.records import Tier, Usage
+from gyre.engine.config import EngineConfig
+from gyre.engine.native import NativeEngine
+from gyre.models.config import ShapeConfig
+from gyre.models.decoder import Decoder
+from gyre.models.heads import ScalarHead
+from gyre.models.init import init_weights
+from gyre.models.spec import spec_from_shape
+from gyre.objectives.config import GrpoConfig, PpoConfig
 from gyre.testing.engine import ScriptedEngine
 from gyre.testing.trainer import CountingTrainer
+from gyre.trainer.config import TrainerConfig
+from gyre.trainer.native import NativeTrainer
 from gyre.vram.pools import PoolTenant, StoragePool
 
 CPU = torch.device("cpu")
@@ -48,7 +61,7 @@ def build_pools(folder: Path) -> Subject:
     def fingerprint(name: str) -> str:
         digest = hashlib.blake2b()
         for tensor in parts[name][0].values():
-            digest.update(np.from_dlpack(tensor.detach().reshape(-1).view(torch.uint8)))
+            digest.update(np.from_dlpack(tensor.detach().reshape(-1).view(torch.uint8)).data)
         return digest.hexdigest()
 
     return Subject(tenant=PoolTenant(pools), fingerprint=fingerprint)
@@ -64,8 +77,68 @@ def build_fake_trainer(folder: Path) -> Subject:
     return Subject(tenant=trainer, fingerprint=lambda name: trainer.memory.contents(name).hex())
 
 
+def tiny_decoder(dtype: torch.dtype = torch.float32) -> Decoder:
+    shape = ShapeConfig(
+        family="qwen3",
+        hidden_size=32,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=16,
+        mlp_size=48,
+        tied=True,
+        context_tokens=64,
+    )
+    decoder = Decoder(spec_from_shape(shape, vocab_size=48, bos_id=None, eos_ids=(0,)), device=CPU, dtype=dtype)
+    init_weights(decoder, 0)
+    return decoder
+
+
+def over_pools(tenant: MemoryTenant, pools: PoolTenant) -> Subject:
+    def fingerprint(name: str) -> str:
+        digest = hashlib.blake2b()
+        for segment in pools._pools[name]._device_segments():
+            digest.update(np.from_dlpack(segment).data)
+        return digest.hexdigest()
+
+    return Subject(tenant=tenant, fingerprint=fingerprint)
+
+
+def build_trainer(folder: Path, *, dtype: torch.dtype, objective: GrpoConfig | PpoConfig) -> Subject:
+    decoder = tiny_decoder(dtype)
+    trainer = NativeTrainer(
+        decoder=decoder,
+        objective=objective,
+        config=TrainerConfig(tokens_per_chunk=64),
+        compute=ThreadPoolExecutor(1),
+        emit=lambda kind, **fields: None,
+        seed=0,
+        reward_model=(tiny_decoder(dtype), ScalarHead(decoder.spec.hidden_size, device=CPU)),
+        disk_folder=folder,
+    )
+    trainer.register()  # checksums read the weights' bytes; they must be able to leave all the same
+    return over_pools(trainer, trainer._tenancy)
+
+
+def build_engine(folder: Path) -> Subject:
+    engine = NativeEngine(
+        tiny_decoder(),
+        EngineConfig(page_tokens=4, num_pages=20, disk_folder=str(folder)),
+        compute=ThreadPoolExecutor(1),
+        emit=lambda kind, **fields: None,
+        device=CPU,
+        dtype=torch.float32,
+        shared_weights=False,
+    )
+    asyncio.run(engine.start(dummy=False))
+    return over_pools(engine, engine._memory._tenant)
+
+
 IMPLEMENTATIONS: dict[str, Callable[[Path], Subject]] = {
     "pools": build_pools,
+    "trainer, grpo, float32": partial(build_trainer, dtype=torch.float32, objective=GrpoConfig(kl_coef=0.1)),
+    "trainer, ppo, bfloat16": partial(build_trainer, dtype=torch.bfloat16, objective=PpoConfig(kl_coef=0.1)),
+    "engine": build_engine,
     "fake_engine": build_fake_engine,
     "fake_trainer": build_fake_trainer,
 }
@@ -112,8 +185,9 @@ def test_components_are_declared_whole(subject: Subject) -> None:
 def test_contents_survive_every_tier_that_keeps_them(subject: Subject) -> None:
     for component in subject.tenant.components():
         before = subject.fingerprint(component.name)
-        keeping = [tier for tier in component.tiers if tier != "none"]
-        for tier in [*keeping, *reversed(keeping), "device"]:
+        keeping: list[Tier] = [tier for tier in component.tiers if tier != "none"]
+        home: list[Tier] = ["device"]
+        for tier in keeping + keeping[::-1] + home:
             subject.tenant.move([component.name], tier)
             assert tiers_of(subject.tenant)[component.name] == tier
             check_measure(subject.tenant)
@@ -166,7 +240,7 @@ def test_unknown_names_are_refused_before_anything_moves(subject: Subject) -> No
 
 def test_many_round_trips_leave_no_residue(subject: Subject) -> None:
     before = {component.name: subject.fingerprint(component.name) for component in subject.tenant.components()}
-    keeping = {
+    keeping: dict[str, list[Tier]] = {
         component.name: [tier for tier in component.tiers if tier not in ("device", "none")]
         for component in subject.tenant.components()
     }

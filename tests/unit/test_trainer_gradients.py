@@ -16,7 +16,7 @@ from gyre.core.errors import InputError
 from gyre.core.records import Support, TrainBatch
 from gyre.kernels.attention import PackedLayout, varlen_attention
 from gyre.objectives.config import GrpoConfig, SftConfig
-from gyre.trainer.batches import plan_epoch
+from gyre.trainer.batches import Planner
 from gyre.trainer.config import TrainerConfig
 from gyre.trainer.update import collect_gradients
 
@@ -140,15 +140,10 @@ def test_a_sequence_without_targets_changes_nothing():
 def test_denominators_of_updates_cover_the_batch_once():
     batch = make_batch(10)
     config = TrainerConfig(sequences_per_update=3, tokens_per_chunk=40)
-    plan = plan_epoch(
-        batch.sequences,
-        objective=SftConfig(),
-        config=config,
-        columns=(),
-        seed=1,
-        vocab_size=SPEC.vocab_size,
-        device=CPU,
+    planner = Planner(
+        objective=SftConfig(), config=config, seed=1, vocab_size=SPEC.vocab_size, device=CPU, emit=lambda *_, **__: None
     )
+    plan = planner.plan(batch.sequences, 0, 0)
     assert len(plan.updates) == 4
     assert sum(update.denominator for update in plan.updates) == plan.num_targets
     assert sorted(m for chunk in plan.chunks for m in chunk.members) == list(range(10))
@@ -162,3 +157,14 @@ def test_missing_columns_and_greedy_rollouts_are_refused():
     greedy = replace(batch, sequences=tuple(replace(s, temperature=0.0) for s in batch.sequences))
     with pytest.raises(InputError, match="temperature 0"):
         make_trainer("grpo").step_now(greedy)
+
+
+def test_passes_and_step_of_a_batch_share_one_layout():
+    """Until anything that the layout depends on differs."""
+    trainer, batch = make_trainer("grpo"), make_batch(6)
+    plan = trainer._planner.plan(batch.sequences, 0, 0)
+    scored = with_column(batch, "reference_logprobs", trainer.evaluate_now(batch, "reference"))
+    assert trainer._planner.plan(scored.sequences, 0, 0) is plan
+    hot = tuple(replace(sequence, temperature=2.0) for sequence in batch.sequences)
+    for other in (hot, batch.sequences[:5], make_batch(6, seed=1).sequences):
+        assert trainer._planner.plan(other, 0, 0) is not plan

@@ -296,6 +296,14 @@ def test_a_phase_without_its_components_is_our_fault():
         trainer.step_now(make_batch())
 
 
+def test_a_parked_reference_is_fetched_when_the_step_needs_it():
+    parked, still = (make_trainer("dpo", reference_refresh_steps=2) for _ in range(2))
+    parked.move(["reference"], "host")
+    for step in range(3):
+        assert parked.step_now(make_batch(step=step)) == still.step_now(make_batch(step=step))
+    assert {c.name: c.tier for c in parked.components()}["reference"] == "host"
+
+
 def test_register_names_the_weights_that_the_engine_reads():
     decoder = make_decoder()
     trainer = make_trainer("grpo", decoder=decoder, version=41)

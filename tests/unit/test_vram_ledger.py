@@ -103,7 +103,7 @@ def check_plan(ledger: Ledger, plan: MovePlan) -> None:
         assert move.source != "none" or move.target == "device"
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(ledger=ledgers(), phase=st.sampled_from(PHASES))
 def test_a_plan_fits_at_every_point_and_moves_nothing_in_vain(ledger: Ledger, phase) -> None:
     try:
@@ -128,7 +128,7 @@ def test_a_plan_fits_at_every_point_and_moves_nothing_in_vain(ledger: Ledger, ph
     assert plan_phase(after, phase).moves == (), "entering again moves nothing"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(ledger=ledgers(tight=False), phase=st.sampled_from(PHASES))
 def test_with_room_elsewhere_only_a_true_shortage_is_refused(ledger: Ledger, phase) -> None:
     assume(starts_legal(ledger))
@@ -145,7 +145,7 @@ def test_with_room_elsewhere_only_a_true_shortage_is_refused(ledger: Ledger, pha
             plan_phase(ledger, phase)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(ledger=ledgers(), phase=st.sampled_from(PHASES))
 def test_the_named_setting_is_the_nearest_that_fits(ledger: Ledger, phase) -> None:
     assume(starts_legal(ledger))
@@ -174,7 +174,7 @@ def test_the_named_setting_is_the_nearest_that_fits(ledger: Ledger, phase) -> No
         assert outcome(value - 1) != "fits"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(ledger=ledgers(tight=False), phases=st.lists(st.sampled_from(RING), min_size=1, max_size=6))
 def test_the_ring_turns_without_losing_anyone(ledger: Ledger, phases: list) -> None:
     start = ledger
@@ -191,7 +191,7 @@ def test_the_ring_turns_without_losing_anyone(ledger: Ledger, phases: list) -> N
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(ledger=ledgers(), data=st.data())
 def test_moves_by_name_are_legal_or_refused(ledger: Ledger, data) -> None:
     chosen = data.draw(st.sets(st.sampled_from([entry.name for entry in ledger.entries])))

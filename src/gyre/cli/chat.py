@@ -1,4 +1,5 @@
-"""gyre chat. In: a run or model folder, and what a person types. Out: the model's words as they come. Caller: cli.main."""
+"""gyre chat. In: a run or model folder, and what a person types. Out: the model's words as they come.
+Caller: cli.main."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import Any
 def run_chat(
     target: Path, prompt: str | None, *, max_tokens: int, temperature: float, seed: int, quiet: bool
 ) -> Mapping[str, Any]:
-    from gyre.wire import chat
+    from gyre.wire.commands import chat
 
     def write(piece: str) -> None:
         if not quiet:

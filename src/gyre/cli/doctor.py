@@ -1,0 +1,103 @@
+"""gyre doctor. In: this machine. Out: a line per thing that Gyre can use: there or not, why, and what to do about it.
+Caller: cli.main.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from gyre.observe.hardware import describe_hardware
+
+Verdict = Literal["ok", "weaker", "missing"]
+MARKS = {"ok": "✓", "weaker": "~", "missing": "✗"}
+EXTRAS = {
+    "tensorboard": ("track", "observe.tensorboard = true"),
+    "wandb": ("track", 'observe.wandb = "offline" or "online"'),
+    "datasets": ("data", 'data.source = "datasets"'),
+    "pyarrow": ("data", 'data.source = "parquet"'),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    what: str
+    verdict: Verdict
+    detail: str
+    advice: str = ""
+
+
+def run_doctor(*, quiet: bool) -> Mapping[str, Any]:
+    findings = [*_hardware(), *_torch(), _sandbox(), *_packages()]
+    if not quiet:
+        width = max(len(finding.what) for finding in findings)
+        for finding in findings:
+            print(f"{MARKS[finding.verdict]} {finding.what:<{width}}  {finding.detail}")
+            if finding.advice:
+                print(f"  {'':<{width}}  → {finding.advice}")
+    return {"findings": [asdict(finding) for finding in findings]}
+
+
+def _hardware() -> list[Finding]:
+    facts = describe_hardware()
+    memory = facts["memory_available_bytes"] or 0
+    bf16 = facts["flags"]["bf16"]
+    return [
+        Finding(what="processor", verdict="ok", detail=f"{facts['cpu']}, {facts['cores']} cores"),
+        Finding(
+            what="bfloat16 on CPU",
+            verdict="ok" if bf16 else "weaker",
+            detail="multiplied by the hardware" if bf16 else "not in this processor; runs use float32",
+        ),
+        Finding(
+            what="memory",
+            verdict="ok" if memory > 4 << 30 else "weaker",
+            detail=f"{memory / 2**30:.1f} GiB available",
+            advice="" if memory > 4 << 30 else "the examples under configs/ need about 2 GiB",
+        ),
+        Finding(what="disk", verdict="ok", detail=f"{shutil.disk_usage('.').free / 2**30:.0f} GiB free here"),
+    ]
+
+
+def _torch() -> list[Finding]:
+    import torch
+
+    found = [Finding(what="torch", verdict="ok", detail=f"{torch.__version__}, {torch.get_num_threads()} threads")]
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            free, total = torch.cuda.mem_get_info(index)
+            name = torch.cuda.get_device_name(index)
+            detail = f"{name}, {free / 2**30:.0f} of {total / 2**30:.0f} GiB free"
+            found.append(Finding(what=f"cuda:{index}", verdict="ok", detail=detail))
+        return found
+    built = torch.version.cuda
+    why = f"torch is built for CUDA {built}, but no driver or device answers" if built else "this torch is a CPU build"
+    return [
+        *found,
+        Finding(what="cuda", verdict="missing", detail=why, advice="runs use the CPU; nothing to do for it"),
+    ]
+
+
+def _sandbox() -> Finding:
+    from gyre.rewards.executors import choose_mode
+
+    said: dict[str, Any] = {}
+    mode = choose_mode("auto", emit=lambda kind, **fields: said.update(fields))
+    weak = mode == "weak"
+    advice = f"{said['reason']}; rewards.sandbox = 'strong' refuses to run code like this" if weak else ""
+    return Finding(what="code sandbox", verdict="weaker" if weak else "ok", detail=said["isolation"], advice=advice)
+
+
+def _packages() -> list[Finding]:
+    found = []
+    for package, (extra, used_by) in EXTRAS.items():
+        if importlib.util.find_spec(package) is None:
+            advice = f"for {used_by}: pip install 'gyre-rl[{extra}]'"
+            found.append(Finding(what=package, verdict="missing", detail="not installed", advice=advice))
+        else:
+            found.append(Finding(what=package, verdict="ok", detail=importlib.metadata.version(package)))
+    return found

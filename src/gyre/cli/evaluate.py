@@ -11,7 +11,7 @@ from typing import Any
 def run_eval(
     target: Path, config: Path | None, overrides: list[str], *, num_problems: int, quiet: bool
 ) -> Mapping[str, Any]:
-    from gyre.wire import evaluate
+    from gyre.wire.commands import evaluate
 
     result = evaluate(target, config, overrides, num_problems=num_problems)
     if not quiet:

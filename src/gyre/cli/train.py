@@ -30,7 +30,7 @@ def run_train(
         )
     if resume is not None and (overrides or stage != "all"):
         raise ConfigError("--resume goes on with the run as it was", hint="leave out --set and --stage")
-    from gyre.wire import train
+    from gyre.wire.commands import train
 
     result = train(config, overrides, resume=resume, stage=stage, plain=plain)
     goal = result.get("goal")

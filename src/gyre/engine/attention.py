@@ -149,15 +149,15 @@ def _attend_bucket(pool: KvPool, layer: int, plan: BucketPlan, q_THD: Tensor) ->
     kv = pool.gather(layer, plan.gather).view(2, batch * num_kv, bucket.keys, head_dim)
     padded = q_THD if plan.pad_BQ is None else q_THD[plan.pad_BQ.view(-1)]
     if queries == 1:
-        q = padded.view(batch * num_kv, group, head_dim)
+        q = padded.reshape(batch * num_kv, group, head_dim)
         out = _attend_products(q, kv, plan.mask, head_dim).view(batch, num_heads, head_dim)
     elif not is_fused(bucket):
-        q_BKGQD = padded.view(batch, queries, num_kv, group, head_dim).permute(0, 2, 3, 1, 4)
+        q_BKGQD = padded.reshape(batch, queries, num_kv, group, head_dim).permute(0, 2, 3, 1, 4)
         q = q_BKGQD.reshape(batch * num_kv, group * queries, head_dim)
         out_BKGQD = _attend_products(q, kv, plan.mask, head_dim).view(batch, num_kv, group, queries, head_dim)
         out = out_BKGQD.permute(0, 3, 1, 2, 4).reshape(-1, num_heads, head_dim)
     else:
-        out = _attend_fused(padded.view(batch, queries, num_heads, head_dim), kv, plan.mask)
+        out = _attend_fused(padded.reshape(batch, queries, num_heads, head_dim), kv, plan.mask)
     return out if plan.unpad_T is None else out[plan.unpad_T]
 
 

@@ -11,24 +11,33 @@ class EngineConfig(Section):
     """The native rollout engine. KV memory is `num_pages`, else `kv_bytes`, else `kv_fraction` of what is free, else
     enough for `max_running` sequences of full context within a quarter of what is free."""
 
-    page_tokens: int = Field(16, ge=1, le=1024, description="Tokens per KV page.")
-    num_pages: int = Field(0, ge=0, description="KV pages; 0 derives them from kv_bytes.")
-    kv_bytes: int = Field(0, ge=0, description="Bytes of device memory for KV pages; 0 derives them from kv_fraction.")
-    kv_fraction: float = Field(
-        0.0, ge=0.0, lt=1.0, description="Fraction of the free device memory for KV pages; 0 sizes them by max_running."
+    page_tokens: int = Field(default=16, ge=1, le=1024, description="Tokens per KV page.")
+    num_pages: int = Field(default=0, ge=0, description="KV pages; 0 derives them from kv_bytes.")
+    kv_bytes: int = Field(
+        default=0, ge=0, description="Bytes of device memory for KV pages; 0 derives them from kv_fraction."
     )
-    max_running: int = Field(256, ge=1, description="Completions that hold KV pages at the same time, at most.")
-    max_queued: int = Field(16_384, ge=1, description="Completions that wait, at most; more are refused.")
-    token_budget: int = Field(2048, ge=1, description="Tokens of one step at most: decoding ones and prefill chunks.")
-    prefix_cache: bool = Field(True, description="Reuse KV pages of equal beginnings (same version and tenant).")
+    kv_fraction: float = Field(
+        default=0.0,
+        ge=0.0,
+        lt=1.0,
+        description="Fraction of the free device memory for KV pages; 0 sizes them by max_running.",
+    )
+    max_running: int = Field(default=256, ge=1, description="Completions that hold KV pages at the same time, at most.")
+    max_queued: int = Field(default=16_384, ge=1, description="Completions that wait, at most; more are refused.")
+    token_budget: int = Field(
+        default=2048, ge=1, description="Tokens of one step at most: decoding ones and prefill chunks."
+    )
+    prefix_cache: bool = Field(
+        default=True, description="Reuse KV pages of equal beginnings (same version and tenant)."
+    )
     burst_steps: int = Field(
-        16, ge=1, description="Steps run between two looks at the event loop when nothing came out or in."
+        default=16, ge=1, description="Steps run between two looks at the event loop when nothing came out or in."
     )
     drain_deadline_s: float = Field(
-        600.0, gt=0.0, description="Seconds that a commit with policy drain waits for requests in flight."
+        default=600.0, gt=0.0, description="Seconds that a commit with policy drain waits for requests in flight."
     )
     disk_folder: str | None = Field(
-        None, description="Folder for the disk tier of the engine's memory; without it there is none."
+        default=None, description="Folder for the disk tier of the engine's memory; without it there is none."
     )
 
     @model_validator(mode="after")

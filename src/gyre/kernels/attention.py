@@ -11,6 +11,8 @@ variable-length flash kernel. Padding follows its sequence, so causality keeps r
 
 from __future__ import annotations
 
+import inspect
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gyre.kernels.layout import QUERY_BLOCK, PackedLayout
+from gyre.kernels.layout import KEEP_TOKENS, QUERY_BLOCK, PackedLayout
 
 __all__ = ["PackedLayout", "varlen_attention"]
 
@@ -30,16 +32,19 @@ def varlen_attention(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: Packed
         return q_THD
     if q_THD.is_cuda and q_THD.dtype in (torch.bfloat16, torch.float16):
         return flash_attention(q_THD, k_TKD, v_TKD, layout)
-    return BucketedAttention.apply(q_THD, k_TKD, v_TKD, layout)  # type: ignore[no-any-return]
+    return BucketedAttention.apply(q_THD, k_TKD, v_TKD, layout)
 
 
 def flash_attention(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: PackedLayout) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn  # deferred: of no use without CUDA
 
-    longest, grouped = max(layout.lengths), q_THD.shape[1] != k_TKD.shape[1]
-    out_THD = varlen_attn(
-        q_THD, k_TKD, v_TKD, layout.offsets, layout.offsets, longest, longest, window_size=(-1, 0), enable_gqa=grouped
-    )
+    longest, group = max(layout.lengths), q_THD.shape[1] // k_TKD.shape[1]
+    options: dict[str, Any] = {"window_size": (-1, 0)}
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        options["enable_gqa"] = group > 1
+    elif group > 1:  # torch before 2.13 wants as many key heads as query heads
+        k_TKD, v_TKD = (x.repeat_interleave(group, dim=1) for x in (k_TKD, v_TKD))
+    out_THD = varlen_attn(q_THD, k_TKD, v_TKD, layout.offsets, layout.offsets, longest, longest, **options)
     assert isinstance(out_THD, Tensor)
     return out_THD
 
@@ -49,13 +54,15 @@ class BucketedAttention(torch.autograd.Function):
     def forward(ctx: Any, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: PackedLayout) -> Tensor:
         q_PHD, k_PKD, v_PKD = (into_slots(x, layout) for x in (q_THD, k_TKD, v_TKD))
         out_PHD = torch.empty_like(q_PHD)
-        saved: list[Tensor | None] = []
+        saved: list[Tensor] = []
+        counts: list[int] = []  # of tensors saved for each bucket
         for slots, batch in bucket_slices(layout):
             q_SGLD, k_SLD, v_SLD = arrange(q_PHD[slots], k_PKD[slots], v_PKD[slots], batch)
-            out_SGLD, probabilities_SXC = attend(q_SGLD, k_SLD, v_SLD)
+            out_SGLD, probabilities = attend(q_SGLD, k_SLD, v_SLD)
             out_PHD[slots].view(batch, -1, *q_THD.shape[1:]).copy_(heads_last(out_SGLD, batch))
-            saved += [q_SGLD, k_SLD, v_SLD, probabilities_SXC]
-        ctx.layout = layout
+            saved += [q_SGLD, k_SLD, v_SLD, *probabilities]
+            counts.append(3 + len(probabilities))
+        ctx.layout, ctx.counts = layout, counts
         ctx.save_for_backward(*saved)
         return out_of_slots(out_PHD, layout)
 
@@ -65,46 +72,47 @@ class BucketedAttention(torch.autograd.Function):
         layout: PackedLayout = ctx.layout
         saved = iter(ctx.saved_tensors)
         grad_out_PHD = into_slots_or_zero(grads[0], layout)
-        parts: list[tuple[Tensor, Tensor, Tensor]] = []
-        for slots, batch in bucket_slices(layout):
-            q_SGLD, k_SLD, v_SLD, probabilities_SXC = (next(saved) for _ in range(4))
-            num_kv_heads = len(k_SLD) // batch
-            grad_out_SGLD = heads_first(grad_out_PHD[slots], batch, num_kv_heads)
-            grads_SLD = attend_backward(grad_out_SGLD, q_SGLD, k_SLD, v_SLD, probabilities_SXC)
-            parts.append(tuple(heads_last(g, batch).flatten(0, 1) for g in grads_SLD))  # type: ignore[arg-type]
+        parts: list[list[Tensor]] = []
+        for (slots, batch), count in zip(bucket_slices(layout), ctx.counts, strict=True):
+            q_SGLD, k_SLD, v_SLD, *probabilities = itertools.islice(saved, count)
+            grad_out_SGLD = heads_first(grad_out_PHD[slots], batch, len(k_SLD) // batch)
+            grads_SLD = attend_backward(grad_out_SGLD, q_SGLD, k_SLD, v_SLD, probabilities)
+            parts.append([heads_last(grad, batch).flatten(0, 1) for grad in grads_SLD])
         return *(out_of_slots(torch.cat(columns), layout) for columns in zip(*parts, strict=True)), None
 
 
-def attend(q_SGLD: Tensor, k_SLD: Tensor, v_SLD: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the attended values of one bucket, and its probabilities when one block of queries covers it: then they
-    are small enough to keep for the backward pass."""
+def attend(q_SGLD: Tensor, k_SLD: Tensor, v_SLD: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Return the attended values of one bucket, and its probabilities by block where they are small enough to keep
+    for the backward pass."""
     out_SGLD = torch.empty_like(q_SGLD)
-    probabilities_SXC = None
+    probabilities: list[Tensor] = []
     for start, stop in query_blocks(q_SGLD.shape[2]):
         probabilities_SXC = attention_probabilities(q_SGLD[:, :, start:stop], k_SLD[:, :stop], start)
         out_SXD = probabilities_SXC @ v_SLD[:, :stop]
         out_SGLD[:, :, start:stop] = out_SXD.view(len(k_SLD), q_SGLD.shape[1], stop - start, -1)
-    return out_SGLD, probabilities_SXC if q_SGLD.shape[2] <= QUERY_BLOCK else None
+        if q_SGLD.shape[2] <= KEEP_TOKENS:
+            probabilities.append(probabilities_SXC)
+    return out_SGLD, probabilities
 
 
 def attend_backward(
-    grad_out_SGLD: Tensor, q_SGLD: Tensor, k_SLD: Tensor, v_SLD: Tensor, kept_SXC: Tensor | None
+    grad_out_SGLD: Tensor, q_SGLD: Tensor, k_SLD: Tensor, v_SLD: Tensor, probabilities: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q_SGLD, k_SLD and v_SLD."""
+    """Return the gradients of q_SGLD, k_SLD and v_SLD. Without kept probabilities they are computed again."""
     grad_q_SGLD, grad_k_SLD, grad_v_SLD = torch.empty_like(q_SGLD), torch.empty_like(k_SLD), torch.empty_like(v_SLD)
     scale, num_keys = q_SGLD.shape[-1] ** -0.5, k_SLD.shape[1]
     # The last block sees all keys and so writes the whole of grad_k and grad_v; those before it add to their keys.
-    for start, stop in reversed(list(query_blocks(num_keys))):
+    for number, (start, stop) in reversed(list(enumerate(query_blocks(num_keys)))):
         beta = 0 if stop == num_keys else 1
         q_SXD, grad_SXD = q_SGLD[:, :, start:stop].flatten(1, 2), grad_out_SGLD[:, :, start:stop].flatten(1, 2)
-        k_SCD, grad_k_SCD, grad_v_SCD = k_SLD[:, :stop], grad_k_SLD[:, :stop], grad_v_SLD[:, :stop]
-        p_SXC = kept_SXC
-        if p_SXC is None:
+        k_SCD, v_SCD = k_SLD[:, :stop], v_SLD[:, :stop]
+        if probabilities:
+            p_SXC = probabilities[number]
+        else:
             p_SXC = attention_probabilities(q_SGLD[:, :, start:stop], k_SCD, start)
-        grad_v_SCD.baddbmm_(p_SXC.mT, grad_SXD, beta=beta)
-        grad_p_SXC = grad_SXD @ v_SLD[:, :stop].mT
-        grad_s_SXC = torch.ops.aten._softmax_backward_data(grad_p_SXC, p_SXC, -1, p_SXC.dtype)
-        grad_k_SCD.baddbmm_(grad_s_SXC.mT, q_SXD, beta=beta, alpha=scale)
+        grad_v_SLD[:, :stop].baddbmm_(p_SXC.mT, grad_SXD, beta=beta)
+        grad_s_SXC = torch.ops.aten._softmax_backward_data(grad_SXD @ v_SCD.mT, p_SXC, -1, p_SXC.dtype)
+        grad_k_SLD[:, :stop].baddbmm_(grad_s_SXC.mT, q_SXD, beta=beta, alpha=scale)
         grad_q_SXD = torch.baddbmm(q_SXD, grad_s_SXC, k_SCD, beta=0, alpha=scale)
         grad_q_SGLD[:, :, start:stop] = grad_q_SXD.view_as(grad_q_SGLD[:, :, start:stop])
     return grad_q_SGLD, grad_k_SLD, grad_v_SLD
@@ -120,7 +128,10 @@ def attention_probabilities(q_SGQD: Tensor, k_SCD: Tensor, start: int) -> Tensor
 
 
 def query_blocks(length: int) -> Iterator[tuple[int, int]]:
-    return ((start, min(start + QUERY_BLOCK, length)) for start in range(0, length, QUERY_BLOCK))
+    """Yield even blocks of at most QUERY_BLOCK queries."""
+    count = -(-length // QUERY_BLOCK)
+    size = -(-length // count)
+    return ((start, min(start + size, length)) for start in range(0, length, size))
 
 
 def bucket_slices(layout: PackedLayout) -> Iterator[tuple[slice, int]]:

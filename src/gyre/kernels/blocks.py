@@ -2,11 +2,12 @@
 
 `attention_inputs`: norm, q|k|v projection, per-head norms (where given), rotary turning.
 `layer_output`: output projection, residual, norm, gated MLP, residual.
-Both carry the residual stream through, so that its gradient is summed in place and not by autograd. Activations that
-the backward pass needs are kept, all else is freed. Caller: models.decoder.
+The first hands the residual stream through, so that its gradient is summed in place and not by autograd. What the
+backward pass needs is kept, all else is freed. Caller: models.decoder.
 """
 
-# T tokens, E hidden size, R = (H + 2K)·D rows of qkv, H heads, K kv heads, D head dim, M mlp size
+# T packed tokens, E hidden size, R = (H + 2K)·D rows of qkv, H heads, K kv heads, J = H + K heads that turn,
+# D head dim, A = H·D, M mlp size
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def attention_inputs(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (x_TE itself, q_THD, k_TKD, v_TKD); `heads` is (H, K)."""
-    return AttentionInputs.apply(x_TE, norm_E, qkv_RE, bias_R, q_norm_D, k_norm_D, cos_T1D, sin_T1D, heads, eps)  # type: ignore[no-any-return]
+    return AttentionInputs.apply(x_TE, norm_E, qkv_RE, bias_R, q_norm_D, k_norm_D, cos_T1D, sin_T1D, heads, eps)
 
 
 def layer_output(
@@ -49,8 +50,8 @@ def layer_output(
     *,
     eps: float,
 ) -> Tensor:
-    """Return the residual stream after the layer; A = H·D."""
-    return LayerOutput.apply(x_TE, attended_TA, out_EA, norm_E, gate_up_2ME, down_EM, eps)  # type: ignore[no-any-return]
+    """Return the residual stream after the layer."""
+    return LayerOutput.apply(x_TE, attended_TA, out_EA, norm_E, gate_up_2ME, down_EM, eps)
 
 
 class AttentionInputs(torch.autograd.Function):
@@ -68,43 +69,42 @@ class AttentionInputs(torch.autograd.Function):
         heads: tuple[int, int],
         eps: float,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        num_heads, num_kv_heads = heads
         normed_TE, rstd_T1 = rms_norm_forward(x_TE, norm_E, eps)
         qkv_TR = F.linear(normed_TE, qkv_RE, bias_R)
-        q_THD, k_TKD, v_TKD = split_heads(qkv_TR, heads, cos_T1D.shape[-1])
-        rstd_q = rstd_k = None
+        heads_TRD = qkv_TR.view(len(x_TE), -1, cos_T1D.shape[-1])
+        qk_TJD, v_TKD = heads_TRD.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
+        raw_TJD = rstd_TJ1 = None
         if q_norm_D is not None and k_norm_D is not None:
-            q_THD, rstd_q = rms_norm_forward(q_THD, q_norm_D, eps)
-            k_TKD, rstd_k = rms_norm_forward(k_TKD, k_norm_D, eps)
+            raw_TJD = qk_TJD
+            weight_JD = torch.cat([q_norm_D.expand(num_heads, -1), k_norm_D.expand(num_kv_heads, -1)])
+            qk_TJD, rstd_TJ1 = rms_norm_forward(raw_TJD, weight_JD, eps)
+        q_THD, k_TKD = turn(qk_TJD, cos_T1D, sin_T1D).split([num_heads, num_kv_heads], dim=1)
         ctx.heads = heads
         ctx.save_for_backward(
-            x_TE, norm_E, qkv_RE, bias_R, q_norm_D, k_norm_D, cos_T1D, sin_T1D,
-            normed_TE, rstd_T1, qkv_TR if rstd_q is not None else None, rstd_q, rstd_k,
-        )  # fmt: skip
-        return x_TE, turn(q_THD, cos_T1D, sin_T1D), turn(k_TKD, cos_T1D, sin_T1D), v_TKD
+            x_TE, norm_E, qkv_RE, bias_R, q_norm_D, k_norm_D, cos_T1D, sin_T1D, normed_TE, rstd_T1, raw_TJD, rstd_TJ1
+        )
+        return x_TE, q_THD, k_TKD, v_TKD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_x_TE, grad_q_THD, grad_k_TKD, grad_v_TKD = grads
         (
-            x_TE, norm_E, qkv_RE, bias_R, q_norm_D, k_norm_D, cos_T1D, sin_T1D,
-            normed_TE, rstd_T1, qkv_TR, rstd_q, rstd_k,
+            x_TE, norm_E, qkv_RE, bias_R, q_norm_D, k_norm_D, cos_T1D, sin_T1D, normed_TE, rstd_T1, raw_TJD, rstd_TJ1
         ) = ctx.saved_tensors  # fmt: skip
         grad_q_THD, grad_k_TKD = turn_back(grad_q_THD, cos_T1D, sin_T1D), turn_back(grad_k_TKD, cos_T1D, sin_T1D)
         grad_q_norm_D = grad_k_norm_D = None
-        if qkv_TR is not None:
-            q_THD, k_TKD, _ = split_heads(qkv_TR, ctx.heads, cos_T1D.shape[-1])
-            grad_q_THD, grad_q_norm_D = rms_norm_backward(grad_q_THD, q_THD, rstd_q, q_norm_D)
-            grad_k_TKD, grad_k_norm_D = rms_norm_backward(grad_k_TKD, k_TKD, rstd_k, k_norm_D)
+        if raw_TJD is not None:
+            (raw_q, raw_k), (rstd_q, rstd_k) = raw_TJD.split(ctx.heads, dim=1), rstd_TJ1.split(ctx.heads, dim=1)
+            grad_q_THD, grad_q_norm_D = rms_norm_backward(grad_q_THD, raw_q, rstd_q, q_norm_D)
+            grad_k_TKD, grad_k_norm_D = rms_norm_backward(grad_k_TKD, raw_k, rstd_k, k_norm_D)
         grad_qkv_TR = torch.cat([grad_q_THD, grad_k_TKD, grad_v_TKD], dim=1).flatten(1)
-        grad_normed_TE = grad_qkv_TR @ qkv_RE
         grad_qkv_RE = grad_qkv_TR.t() @ normed_TE
         grad_bias_R = grad_qkv_TR.sum(0) if bias_R is not None else None
-        grad_TE, grad_norm_E = rms_norm_backward(grad_normed_TE, x_TE, rstd_T1, norm_E)
-        return (
-            grad_TE.add_(grad_x_TE), grad_norm_E, grad_qkv_RE, grad_bias_R, grad_q_norm_D, grad_k_norm_D,
-            None, None, None, None,
-        )  # fmt: skip
+        grad_TE, grad_norm_E = rms_norm_backward(grad_qkv_TR @ qkv_RE, x_TE, rstd_T1, norm_E)
+        grad_TE.add_(grad_x_TE)
+        return grad_TE, grad_norm_E, grad_qkv_RE, grad_bias_R, grad_q_norm_D, grad_k_norm_D, None, None, None, None
 
 
 class LayerOutput(torch.autograd.Function):
@@ -121,7 +121,7 @@ class LayerOutput(torch.autograd.Function):
     ) -> Tensor:
         middle_TE = torch.addmm(x_TE, attended_TA, out_EA.t())
         normed_TE, rstd_T1 = rms_norm_forward(middle_TE, norm_E, eps)
-        gate_up_T2M = normed_TE @ gate_up_2ME.t()
+        gate_up_T2M = F.linear(normed_TE, gate_up_2ME)
         product_TM, activated_TM = silu_mul_forward(gate_up_T2M)
         ctx.save_for_backward(
             attended_TA, out_EA, norm_E, gate_up_2ME, down_EM,
@@ -144,9 +144,3 @@ class LayerOutput(torch.autograd.Function):
         grad_middle_TE.add_(grad_TE)
         grad_out_EA = grad_middle_TE.t() @ attended_TA
         return grad_middle_TE, grad_middle_TE @ out_EA, grad_out_EA, grad_norm_E, grad_gate_up_2ME, grad_down_EM, None
-
-
-def split_heads(qkv_TR: Tensor, heads: tuple[int, int], head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    num_heads, num_kv_heads = heads
-    q_THD, k_TKD, v_TKD = qkv_TR.unflatten(1, (-1, head_dim)).split([num_heads, num_kv_heads, num_kv_heads], dim=1)
-    return q_THD, k_TKD, v_TKD

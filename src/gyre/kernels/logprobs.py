@@ -45,7 +45,7 @@ def token_logprobs(
     if support is not None:
         offsets, ids_Z = support
         rows_Z = torch.repeat_interleave(torch.arange(len(hidden_NE), device=ids_Z.device), offsets.diff())
-    return TokenLogprobs.apply(hidden_NE, head_weight_VE, targets_N.long(), temperature_N, rows_Z, ids_Z, blocks)  # type: ignore[no-any-return]
+    return TokenLogprobs.apply(hidden_NE, head_weight_VE, targets_N.long(), temperature_N, rows_Z, ids_Z, blocks)
 
 
 class TokenLogprobs(torch.autograd.Function):

@@ -16,19 +16,21 @@ from torch.autograd.function import once_differentiable
 
 
 def rms_norm(x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-    return RmsNorm.apply(x_NE, weight_E, eps)  # type: ignore[no-any-return]
+    return RmsNorm.apply(x_NE, weight_E, eps)
 
 
 def rms_norm_forward(x_NE: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the normalised rows and rstd_N1, which the backward pass needs. Leading axes may be several."""
+    """Return the normalised rows and rstd_N1, which the backward pass needs. Rows are the last axis; the weight may
+    have leading axes too (a weight per head)."""
+    features = x_NE.shape[-1]
     if x_NE.is_cuda:
-        return torch.ops.aten._fused_rms_norm(x_NE, list(weight_E.shape), weight_E, eps)
-    # torch's own is many unfused passes here. Rows meet the float32 statistic without being widened in memory.
-    statistics = torch.promote_types(x_NE.dtype, torch.float32)
-    norm_N1 = torch.linalg.vector_norm(x_NE, dim=-1, keepdim=True, dtype=statistics)
-    rstd_N1 = norm_N1.square_().div_(len(weight_E)).add_(eps).rsqrt_()
-    scaled_NE = torch.mul(x_NE, rstd_N1, out=torch.empty(x_NE.shape, dtype=x_NE.dtype, device=x_NE.device))
-    return scaled_NE.mul_(weight_E), rstd_N1
+        scaled_NE, rstd_N1 = torch.ops.aten._fused_rms_norm(x_NE, [features], None, eps)
+        return scaled_NE.mul_(weight_E), rstd_N1
+    # torch's own is many passes in float32 here. These are few, and widen nothing but the statistic.
+    norm_N1 = torch.linalg.vector_norm(x_NE, dim=-1, keepdim=True, dtype=torch.promote_types(x_NE.dtype, torch.float32))
+    rstd_N1 = torch.addcmul(norm_N1.new_full((), eps), norm_N1, norm_N1, value=1 / features).rsqrt_()
+    scaled_NE = torch.empty(x_NE.shape, dtype=x_NE.dtype, device=x_NE.device)
+    return torch.mul(x_NE, rstd_N1, out=scaled_NE).mul_(weight_E), rstd_N1
 
 
 def rms_norm_backward(grad_NE: Tensor, x_NE: Tensor, rstd_N1: Tensor, weight_E: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,8 @@ Callers: runconfig, planner, wire, loop. No torch here.
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from gyre.core.config import Section
@@ -14,30 +16,30 @@ from gyre.core.records import Sampling
 class RolloutConfig(Section):
     """What one loop step asks the engine for."""
 
-    prompts_per_step: int = Field(32, ge=1)
+    prompts_per_step: int = Field(default=32, ge=1)
     """Prompts taken from the data per loop step."""
-    completions_per_prompt: int = Field(8, ge=1)
+    completions_per_prompt: int = Field(default=8, ge=1)
     """Completions of each prompt: the group that rewards are compared in."""
-    temperature: float = Field(1.0, gt=0.0)
+    temperature: float = Field(default=1.0, gt=0.0)
     """Softmax temperature of rollouts."""
-    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """Nucleus mass; below 1 the kept tokens travel with the rollout, and the trainer restricts its softmax to them."""
-    top_k: int = Field(0, ge=0)
+    top_k: int = Field(default=0, ge=0)
     """Tokens kept; 0 keeps all."""
-    min_p: float = Field(0.0, ge=0.0, le=1.0)
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
     """Keeps tokens with at least this times the best probability."""
-    max_tokens: int = Field(128, ge=1)
+    max_tokens: int = Field(default=128, ge=1)
     """Tokens chosen per completion at most."""
     stop: tuple[str, ...] = ()
     """Texts that end a completion."""
     ignore_eos: bool = False
     """Go on past the end token: every completion has max_tokens. For benchmarks."""
-    max_tokens_per_iteration: int = Field(0, ge=0)
+    max_tokens_per_iteration: int = Field(default=0, ge=0)
     """Partial rollouts: a completion that has taken this many tokens in one loop step is set aside and continued in
     the next one, under the weights of then; 0 finishes each in its own step."""
-    deadline_s: float = Field(600.0, gt=0.0)
+    deadline_s: float = Field(default=600.0, gt=0.0)
     """Longest wait for the rollouts of a step."""
-    reward_deadline_s: float = Field(120.0, gt=0.0)
+    reward_deadline_s: float = Field(default=120.0, gt=0.0)
     """Longest wait for rewards after the last rollout."""
 
     def sampling(self) -> Sampling:
@@ -56,15 +58,15 @@ class RolloutConfig(Section):
 class EvalConfig(Section):
     """Accuracy on held-out problems: greedy by default, scored by the rewards of the run."""
 
-    num_problems: int = Field(0, ge=0)
+    num_problems: int = Field(default=0, ge=0)
     """Held-out problems per evaluation; 0 turns evaluation off."""
-    every_steps: int = Field(0, ge=0)
+    every_steps: int = Field(default=0, ge=0)
     """Loop steps between evaluations, beside the first and the last; 0 leaves only those two."""
     part: str = ""
     """Name of the reward part whose value 1.0 counts as right; empty takes the first part."""
-    temperature: float = Field(0.0, ge=0.0)
+    temperature: float = Field(default=0.0, ge=0.0)
     """0 is greedy."""
-    max_tokens: int = Field(0, ge=0)
+    max_tokens: int = Field(default=0, ge=0)
     """Tokens per completion at most; 0 takes rollout.max_tokens."""
 
 
@@ -84,13 +86,13 @@ class GoalConfig(Section):
 class ColdStartConfig(Section):
     """A supervised stage before the main one."""
 
-    steps: int = Field(400, ge=1)
+    steps: int = Field(default=400, ge=1)
     """Optimiser steps."""
-    examples_per_step: int = Field(64, ge=1)
+    examples_per_step: int = Field(default=64, ge=1)
     """Examples per step."""
-    learning_rate: float = Field(3e-3, ge=0.0)
+    learning_rate: float = Field(default=3e-3, ge=0.0)
     """Peak learning rate; falls to a tenth by a cosine."""
-    warmup_steps: int = Field(20, ge=0)
+    warmup_steps: int = Field(default=20, ge=0)
     """Steps of linear warm-up."""
 
 
@@ -101,11 +103,11 @@ class RunSection(Section):
     """Name of the run's folder under `folder`; a second run of the same name gets a number."""
     folder: str = "runs"
     """Where run folders are made."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(default=0, ge=0)
     """Every draw of the run follows from it."""
-    device: str = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     """cpu, cuda, or auto: cuda where there is one."""
-    dtype: str = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute weights and activations: float32, bfloat16, or auto (bfloat16 where the hardware multiplies it)."""
-    threads: int = Field(0, ge=0)
+    threads: int = Field(default=0, ge=0)
     """CPU threads for tensors; 0 takes all cores."""

@@ -1,7 +1,7 @@
 """The ring. In: parts that satisfy the contracts. Out: a policy that was rolled out, scored, trained and handed back.
 
-    source.take ─▶ Collector ─Request─▶ engine            phase rollout    engine on the device
-        ▲             │  ◀─TokenChunk──┘   ▲                              (rule rewards run from the first completion on)
+    source.take ─▶ Collector ─Request─▶ engine            phase rollout   engine on the device
+        ▲             │  ◀─TokenChunk──┘   ▲                              (rule rewards run from the first one on)
         │             ▼                    │
         │        Scoring ◀─ rollouts       │              phase score      reference, reward model, critic
         │             │                    │

@@ -1,4 +1,4 @@
-"""Evaluate: how good the policy is on problems it never trained on. In: held-out prompts (or sequences), engine, scorer.
+"""Evaluate: how good the policy is on problems it never trained on. In: held-out prompts or sequences, engine, scorer.
 Out: an Outcome. Callers: loop.controller, cli.eval through wire.
 """
 

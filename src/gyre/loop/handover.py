@@ -3,8 +3,8 @@ Out: an engine that answers with that version, whole. Caller: loop.controller.
 
     trainer.register ──▶ lifecycle.prepare (receive and verify) ──▶ lifecycle.commit (swap)
 
-Two ways to leave the rollout phase: keep the engine (its components are parked by the ledger), or terminate it and start
-it again on dummy weights, as Kimi k1.5 does; a restarted engine takes no work before it has the current version.
+Two ways to leave the rollout phase: keep the engine (its components are parked by the ledger), or terminate it and
+start it again on dummy weights, as Kimi k1.5 does; a restarted engine takes no work before it has the current version.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import Executor
 
-from gyre.core.contracts import CommitPolicy, EngineLifecycle, PolicyTrainer
+from gyre.core.contracts import EngineLifecycle, PolicyTrainer
 from gyre.loop.ports import Emit
 
 
@@ -26,11 +26,10 @@ class Handover:
         *,
         compute: Executor,
         emit: Emit,
-        policy: CommitPolicy = "drain",
         restart_engine: bool = False,
     ) -> None:
         self._trainer, self._lifecycle = trainer, lifecycle
-        self._compute, self._emit, self._policy = compute, emit, policy
+        self._compute, self._emit = compute, emit
         self._restart_engine = restart_engine
         self._running = True
 
@@ -51,7 +50,7 @@ class Handover:
         manifest, tensors = await loop.run_in_executor(self._compute, self._trainer.register)
         try:
             await self._lifecycle.prepare(manifest, tensors)
-            await self._lifecycle.commit(manifest.version, policy=self._policy)
+            await self._lifecycle.commit(manifest.version, policy="drain")
         except BaseException:
             await self._lifecycle.rollback()
             raise

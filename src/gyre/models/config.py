@@ -14,15 +14,15 @@ class ShapeConfig(Section):
 
     family: Literal["llama", "qwen2", "qwen3"] = "qwen3"
     """Which architecture."""
-    hidden_size: int = Field(256, ge=8, description="Width of the residual stream.")
-    num_layers: int = Field(4, ge=1, description="Decoder layers.")
-    num_heads: int = Field(4, ge=1, description="Query heads; a multiple of num_kv_heads.")
-    num_kv_heads: int = Field(2, ge=1, description="Key and value heads.")
-    head_dim: int = Field(64, ge=2, multiple_of=2, description="Width of one head; even.")
-    mlp_size: int = Field(768, ge=1, description="Width of the gated MLP.")
-    tied: bool = Field(True, description="Whether the output head is the embedding.")
-    context_tokens: int = Field(2048, ge=2, description="Longest sequence, prompt and completion, in tokens.")
-    rope_theta: float = Field(10_000.0, gt=0, description="Base of the rotary embedding.")
+    hidden_size: int = Field(default=256, ge=8, description="Width of the residual stream.")
+    num_layers: int = Field(default=4, ge=1, description="Decoder layers.")
+    num_heads: int = Field(default=4, ge=1, description="Query heads; a multiple of num_kv_heads.")
+    num_kv_heads: int = Field(default=2, ge=1, description="Key and value heads.")
+    head_dim: int = Field(default=64, ge=2, multiple_of=2, description="Width of one head; even.")
+    mlp_size: int = Field(default=768, ge=1, description="Width of the gated MLP.")
+    tied: bool = Field(default=True, description="Whether the output head is the embedding.")
+    context_tokens: int = Field(default=2048, ge=2, description="Longest sequence, prompt and completion, in tokens.")
+    rope_theta: float = Field(default=10_000.0, gt=0, description="Base of the rotary embedding.")
 
 
 class ModelConfig(Section):
@@ -32,7 +32,7 @@ class ModelConfig(Section):
     """Folder in hub layout, or a hub name such as "Qwen/Qwen3-0.6B"."""
     shape: ShapeConfig | None = None
     """Shape of a fresh random model."""
-    init_seed: int = Field(0, ge=0, description="Seed of a fresh model's weights.")
+    init_seed: int = Field(default=0, ge=0, description="Seed of a fresh model's weights.")
 
     @model_validator(mode="after")
     def check_one_origin(self) -> ModelConfig:

@@ -5,7 +5,7 @@ Attention is the caller's: `attend(layer, q_THD, k_TKD, v_TKD) -> out_THD` gets 
 sequences are. All else is per token, so that the same code serves a packed chunk and a decoding batch.
 """
 
-# T tokens, E hidden size, H heads, K kv heads, D head dim, N rows, V vocabulary
+# T tokens, E hidden size, H heads, K kv heads, D head dim, A = H·D, N rows, V vocabulary
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ class Layer(nn.Module):
         self.gate_up = Weights(2 * spec.mlp_size, hidden, device=device, dtype=dtype)
         self.down = Weights(hidden, spec.mlp_size, device=device, dtype=dtype)
 
-    def forward(self, index: int, x_TE: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, attend: Attend) -> Tensor:
+    def forward(
+        self, index: int, x_TE: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, attend: Attend, rows_N: Tensor | None
+    ) -> Tensor:
+        """Return the residual stream after the layer, of `rows_N` only where given."""
         spec = self.spec
         x_TE, q_THD, k_TKD, v_TKD = attention_inputs(
             x_TE,
@@ -66,9 +69,12 @@ class Layer(nn.Module):
             heads=(spec.num_heads, spec.num_kv_heads),
             eps=spec.norm_eps,
         )
+        attended_TA = attend(index, q_THD, k_TKD, v_TKD).flatten(1)
+        if rows_N is not None:
+            x_TE, attended_TA = x_TE.index_select(0, rows_N), attended_TA.index_select(0, rows_N)
         return layer_output(
             x_TE,
-            attend(index, q_THD, k_TKD, v_TKD).flatten(1),
+            attended_TA,
             self.out.weight,
             self.mlp_norm.weight,
             self.gate_up.weight,
@@ -105,12 +111,14 @@ class Decoder(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.embed.weight.dtype
 
-    def hidden(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
-        """Return hidden_TE with the final norm applied."""
+    def hidden(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, rows_N: Tensor | None = None) -> Tensor:
+        """Return hidden_TE with the final norm applied; with `rows_N`, hidden_NE of these tokens only, which spares
+        the last layer's output projection and MLP for all others."""
         x_TE = F.embedding(tokens_T, self.embed.weight)
         cos_T1D, sin_T1D = rope_tables(positions_T, self.inv_freq_F, x_TE.dtype)
+        last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
-            x_TE = layer(index, x_TE, cos_T1D, sin_T1D, attend)
+            x_TE = layer(index, x_TE, cos_T1D, sin_T1D, attend, rows_N if index == last else None)
         return rms_norm(x_TE, self.final_norm.weight, self.spec.norm_eps)
 
     def logits(self, hidden_NE: Tensor) -> Tensor:

@@ -103,7 +103,7 @@ def open_tensors(folder: Path, files: ExitStack) -> dict[str, StoredTensor]:
                 shape=tuple(file.get_slice(key).get_shape()),
                 read=lambda file=file, key=key: file.get_tensor(key),
             )
-    lost = sorted(set(weight_map or ()) - set(tensors))
+    lost = sorted(str(name) for name in weight_map or () if name not in tensors)
     if lost:
         raise InputError(f"{index_path} names tensors that its shards lack: {listed(lost)}")
     return tensors

@@ -12,12 +12,13 @@ from gyre.core.config import Section
 class ObserveConfig(Section):
     """What is recorded, and where it is shown."""
 
-    tensorboard: bool = Field(False, description="Write TensorBoard files to RUN/tensorboard (extra: track).")
+    tensorboard: bool = Field(default=False, description="Write TensorBoard files to RUN/tensorboard (extra: track).")
     wandb: Literal["off", "offline", "online"] = Field(
-        "off", description="Send curves to Weights & Biases, or keep them in RUN/wandb to sync later (extra: track)."
+        default="off",
+        description="Send curves to Weights & Biases, or keep them in RUN/wandb to sync later (extra: track).",
     )
-    wandb_project: str = Field("gyre", description="Project that W&B runs appear under.")
+    wandb_project: str = Field(default="gyre", description="Project that W&B runs appear under.")
     sample_groups_per_step: int = Field(
-        4, ge=0, description="Prompt groups per step whose rollouts go to samples.jsonl; 0 keeps none."
+        default=4, ge=0, description="Prompt groups per step whose rollouts go to samples.jsonl; 0 keeps none."
     )
-    report: bool = Field(True, description="Write report.html when the run ends.")
+    report: bool = Field(default=True, description="Write report.html when the run ends.")

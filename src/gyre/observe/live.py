@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gyre.observe.catalog import pick
+from gyre.observe.events import RESERVED
 from gyre.observe.live_state import LiveState, advance
 
 LINE_INTERVAL_S = 1.0  # plain lines of fast steps come no more often than this
@@ -41,18 +42,26 @@ class Progress(Protocol):
         ...
 
 
-def make_progress(*, plain: bool = False, console: Console | None = None) -> Progress:
-    """Return a panel where stderr is a terminal, and lines where it is not or `plain` is asked (as by --json)."""
+def make_progress(
+    *, plain: bool = False, console: Console | None = None, history: Iterable[Mapping[str, Any]] = ()
+) -> Progress:
+    """Return a panel where stderr is a terminal, and lines where it is not or `plain` is asked (as by --json).
+
+    `history` holds the live rows of earlier attempts: a resumed run shows its evaluations and its place from the start.
+    """
     console = console or Console(stderr=True)
-    return LineProgress(console) if plain or not console.is_terminal else PanelProgress(console)
+    state = LiveState()
+    for row in history:
+        state = advance(state, row)
+    return LineProgress(console, state) if plain or not console.is_terminal else PanelProgress(console, state)
 
 
 class LineProgress:
     """One line per step, evaluation and stage, none of them redrawn."""
 
-    def __init__(self, console: Console):
+    def __init__(self, console: Console, state: LiveState | None = None):
         self._console = console
-        self._state = LiveState()
+        self._state = state or LiveState()
         self._last_line_t = -math.inf
 
     def __call__(self, row: Mapping[str, Any]) -> None:
@@ -87,10 +96,10 @@ class LineProgress:
 class PanelProgress:
     """One panel at the foot of the terminal. Lines that others print scroll by above it."""
 
-    def __init__(self, console: Console, *, clock: Callable[[], float] = time.time):
+    def __init__(self, console: Console, state: LiveState | None = None, *, clock: Callable[[], float] = time.time):
         self._console = console
         self._clock = clock
-        self._state = LiveState()
+        self._state = state or LiveState()
         self._live: Live | None = None
 
     def __call__(self, row: Mapping[str, Any]) -> None:
@@ -117,7 +126,7 @@ class PanelProgress:
 def step_line(state: LiveState) -> str:
     """Return one step as a line of plain text."""
     parts = [f"[{state.stage} {state.step}/{state.steps}]" if state.steps else f"[{state.stage} {state.step}]"]
-    parts += [f"{label} {show_number(value)}" for label, value in shown_metrics(state)]
+    parts += [f"{label} {show_metric(label, value)}" for label, value in shown_metrics(state)]
     if state.seconds_per_step is not None:
         parts.append(f"{show_seconds(state.seconds_per_step)}/step")
     if state.seconds_left:
@@ -135,13 +144,20 @@ def eval_line(row: Mapping[str, Any]) -> str:
 
 def event_detail(row: Mapping[str, Any]) -> str:
     """Return the fields of an event that are its own."""
-    own = {name: value for name, value in row.items() if name not in ("seq", "t", "attempt", "kind", "counted")}
-    return ", ".join(f"{name}={value}" for name, value in own.items()) or "no details"
+    own = {name: value for name, value in row.items() if name not in RESERVED | {"counted"}}
+    return ", ".join(f"{name.rstrip('_')}={value}" for name, value in own.items()) or "no details"
 
 
 def shown_metrics(state: LiveState) -> list[tuple[str, float]]:
-    picked = [(label, pick(dict(state.metrics), panel_id)) for panel_id, label in SHOWN]
-    return [(label, value) for label, value in picked if value is not None]
+    """Return label and value of what matters most. A loss says little where there is a reward."""
+    picked = {label: pick(dict(state.metrics), panel_id) for panel_id, label in SHOWN}
+    if picked["reward"] is not None:
+        picked["loss"] = None
+    return [(label, value) for label, value in picked.items() if value is not None]
+
+
+def show_metric(label: str, value: float) -> str:
+    return f"{value:.1%}" if label == "accuracy" else show_number(value)
 
 
 def render_panel(state: LiveState, now_t: float) -> RenderableType:
@@ -164,7 +180,7 @@ def render_panel(state: LiveState, now_t: float) -> RenderableType:
         parts.append(metrics_table(state))
     parts += [Text(eval_span(name, rows), style="green") for name, rows in state.evals.items()]
     if state.num_counted:
-        parts.append(Text(f"{state.num_counted} counted events, last {state.last_counted}", style="yellow"))
+        parts.append(Text(f"counted events: {state.num_counted}, the last {state.last_counted}", style="yellow"))
     elapsed = show_seconds(max(0.0, now_t - state.started_t)) if state.started_t is not None else ""
     title = Text.assemble(("gyre", "bold cyan"), (f"  {state.name}" if state.name else ""))
     return Panel(Group(*parts), title=title, title_align="left", subtitle=elapsed, subtitle_align="right", box=ROUNDED)
@@ -186,7 +202,7 @@ def metrics_table(state: LiveState) -> Table:
     table.add_row(*[Text(label, style="dim") for label, _ in metrics])
     cells = []
     for label, value in metrics:
-        cell = Text(show_number(value), style="bold")
+        cell = Text(show_metric(label, value), style="bold")
         if label == "reward":
             cell.append(f" {sparkline(state.rewards, width=16)}", style="cyan")
         cells.append(cell)
@@ -210,7 +226,7 @@ def summary_lines(state: LiveState, run_folder: Path, report: Path | None) -> li
     lines = [f"{state.name or run_folder.name}: {ending} after {show_seconds(seconds)}"]
     lines += [eval_span(name, rows) for name, rows in state.evals.items()]
     if state.num_counted:
-        lines.append(f"{state.num_counted} fallbacks, drops, retries or warnings: see the report")
+        lines.append(f"fallbacks, drops, retries and warnings: {state.num_counted}, listed in the report")
     lines += ["", f"report   {report}"] if report is not None else [""]
     lines.append(f"run      {run_folder}")
     if state.done is None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gyre.observe.catalog import pick
-from gyre.observe.events import is_counted
+from gyre.observe.events import is_counted, weight_of
 from gyre.observe.jsonl import as_number
 
 HISTORY_STEPS = 64  # steps that the sparklines and the estimate of time left look back on
@@ -20,7 +20,7 @@ class LiveState:
     """A run so far."""
 
     name: str = ""
-    started_t: float | None = None  # unix time of the first row
+    started_t: float | None = None  # unix time of the first row; later by what passed between attempts
     now_t: float = 0.0  # unix time of the newest row
     stages: tuple[tuple[str, int], ...] = ()  # (name, steps), in order; steps 0 where unknown
     stage: str = ""
@@ -60,10 +60,15 @@ class LiveState:
 
 def advance(state: LiveState, row: Mapping[str, Any]) -> LiveState:
     """Take in one row."""
-    state = replace(state, now_t=row["t"], started_t=row["t"] if state.started_t is None else state.started_t)
     kind = row["kind"]
+    if state.started_t is None:
+        state = replace(state, started_t=row["t"])
+    elif kind == "attempt.started":
+        away_s = max(0.0, row["t"] - state.now_t)
+        state = replace(state, started_t=(state.started_t or 0.0) + away_s, step_ends=(), phase="", done=None)
+    state = replace(state, now_t=row["t"])
     if is_counted(row):
-        state = replace(state, num_counted=state.num_counted + 1, last_counted=kind)
+        state = replace(state, num_counted=state.num_counted + weight_of(row), last_counted=kind)
     if kind == "run.started":
         return replace(state, name=str(row.get("name", "")), stages=read_stages(row.get("stages")))
     if kind == "stage.started":

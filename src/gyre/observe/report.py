@@ -45,7 +45,7 @@ def write_report(run_folder: Path | str) -> Path:
         )
     page = render_page(gather(folder))
     target, aside = folder / "report.html", folder / "report.html.part"
-    aside.write_text(page, encoding="utf-8")
+    aside.write_text(page, encoding="utf-8", errors="replace")  # a name may hold half of a character
     os.replace(aside, target)
     return target
 

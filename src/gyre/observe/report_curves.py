@@ -11,7 +11,7 @@ from typing import Any
 from gyre.observe.catalog import PANELS, Panel, place
 from gyre.observe.events import RESERVED
 from gyre.observe.jsonl import as_number
-from gyre.observe.report_story import Story, Told
+from gyre.observe.report_story import Story, Told, spread
 
 MAX_POINTS = 1200  # per series; more are shown as means of neighbours, and the page says so
 FRACTION_ENDINGS = ("_fraction", "_share", "accuracy")
@@ -56,7 +56,10 @@ def curve_panels(story: Story) -> tuple[list[dict[str, Any]], list[dict[str, Any
     """Return (panels, metrics that never changed, notes on what was thinned)."""
     placed: dict[str, list[tuple[int, Series]]] = {}
     constants: list[dict[str, Any]] = []
-    for series in gather_series(story).values():
+    everything = gather_series(story)
+    notes = curve_notes(list(everything.values()))
+    for series in everything.values():
+        series.points = thin_series(series, [stage.first_x for stage in story.stages if stage.num_steps])
         metric = series.name.split(": ", 1)[-1] if series.dots else series.name
         where = place(metric)
         if where is not None:
@@ -65,9 +68,8 @@ def curve_panels(story: Story) -> tuple[list[dict[str, Any]], list[dict[str, Any
             constants.append({"name": series.name, "value": constant})
         else:
             placed.setdefault(f"~{metric.split('/')[0]}", []).append((0, series))
-    notes: list[str] = []
-    known = [_panel_json(panel, placed.pop(panel.panel_id), notes) for panel in PANELS if panel.panel_id in placed]
-    other = [_panel_json(_own_panel(key[1:]), placed[key], notes) for key in sorted(placed)]
+    known = [_panel_json(panel, placed.pop(panel.panel_id)) for panel in PANELS if panel.panel_id in placed]
+    other = [_panel_json(_own_panel(key[1:]), placed[key]) for key in sorted(placed)]
     return known + other, constants, notes
 
 
@@ -76,7 +78,7 @@ def _own_panel(metric: str) -> Panel:
     return Panel(panel_id=f"more-{metric}", title=metric.replace("_", " "), unit=unit, help="", metrics=(metric,))
 
 
-def _panel_json(panel: Panel, members: Sequence[tuple[int, Series]], notes: list[str]) -> dict[str, Any]:
+def _panel_json(panel: Panel, members: Sequence[tuple[int, Series]]) -> dict[str, Any]:
     ordered = [series for _, series in sorted(members, key=lambda member: member[0])]
     return {
         "id": panel.panel_id,
@@ -84,17 +86,12 @@ def _panel_json(panel: Panel, members: Sequence[tuple[int, Series]], notes: list
         "unit": panel.unit,
         "help": panel.help,
         "perStage": panel.per_stage,
-        "series": [_series_json(series, panel, notes) for series in ordered],
+        "series": [_series_json(series, panel) for series in ordered],
     }
 
 
-def _series_json(series: Series, panel: Panel, notes: list[str]) -> dict[str, Any]:
-    points = thin(series.points, MAX_POINTS)
-    if len(points) < len(series.points):
-        notes.append(f"{series.name}: {len(series.points):,} points are shown as {len(points):,} means of neighbours")
-    num_lost = sum(1 for point in series.points if point[2] is None)
-    if num_lost:
-        notes.append(f"{series.name}: {num_lost:,} values were not finite numbers and leave gaps")
+def _series_json(series: Series, panel: Panel) -> dict[str, Any]:
+    points = series.points
     result: dict[str, Any] = {
         "name": series_label(series, panel),
         "metric": series.name,
@@ -118,7 +115,37 @@ def series_label(series: Series, panel: Panel) -> str:
         name, metric = series.name.split(": ", 1)
         return name.replace("_", " ") + ("" if metric in ("accuracy", panel.panel_id) else f" {metric}")
     label = series.name.split("/", 1)[-1] if "/" in series.name else series.name
-    return label.replace("_", " ")
+    return "in training" if label == "accuracy" else label.replace("_", " ")
+
+
+def curve_notes(everything: Sequence[Series]) -> list[str]:
+    """Say what the curves do not show as it was recorded."""
+    notes = []
+    long = [series for series in everything if len(series.points) > MAX_POINTS]
+    if long:
+        most = max(len(series.points) for series in long)
+        notes.append(
+            f"{len(long)} curves have more than {MAX_POINTS:,} points, up to {most:,}: they are drawn through means of "
+            "neighbours, evaluations through every n-th. events.jsonl has all points."
+        )
+    lost = {series.name: sum(1 for point in series.points if point[2] is None) for series in everything}
+    holes = [f"{name} ({count:,})" for name, count in lost.items() if count]
+    if holes:
+        notes.append(f"Values that were not finite numbers leave gaps: {', '.join(holes)}.")
+    return notes
+
+
+def thin_series(series: Series, stage_starts: Sequence[float]) -> list[Point]:
+    """Bound the points of a series. Means never reach over the border of two stages; evaluations are not averaged."""
+    if len(series.points) <= MAX_POINTS:
+        return series.points
+    if series.dots:
+        return spread(series.points, MAX_POINTS)
+    share = MAX_POINTS / len(series.points)
+    parts: dict[int, list[Point]] = {}
+    for point in series.points:
+        parts.setdefault(sum(1 for start in stage_starts if point[0] >= start), []).append(point)
+    return [point for part in parts.values() for point in thin(part, max(3, int(share * len(part))))]
 
 
 def thin(points: Sequence[Point], limit: int) -> list[Point]:

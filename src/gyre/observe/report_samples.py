@@ -12,7 +12,7 @@ from typing import Any
 
 from gyre.observe.jsonl import as_number, decode_row, read_rows
 from gyre.observe.lineage import Lineage
-from gyre.observe.report_story import Story
+from gyre.observe.report_story import Story, spread
 
 MAX_TOKENS = 240_000  # shown on the page in all; about 10 bytes each
 MAX_TOKENS_PER_SAMPLE = 4_000
@@ -104,15 +104,6 @@ def choose_groups(
                 chosen.append(group)
                 left -= group.num_tokens
     return chosen
-
-
-def spread(items: Sequence[Any], count: int) -> list[Any]:
-    """Return `count` items, evenly spread, the first and last among them."""
-    if count >= len(items):
-        return list(items)
-    if count <= 1:
-        return list(items[-1:])
-    return [items[round(position * (len(items) - 1) / (count - 1))] for position in range(count)]
 
 
 def _group_json(group: GroupRef, rows: Sequence[dict[str, Any]], pieces: dict[tuple[int, str], int]) -> dict[str, Any]:

@@ -57,6 +57,15 @@ class Story:
         return float(step)
 
 
+def spread(items: Sequence[Any], count: int) -> list[Any]:
+    """Return `count` items, evenly spread, the first and last among them."""
+    if count >= len(items):
+        return list(items)
+    if count <= 1:
+        return list(items[-1:])
+    return [items[round(position * (len(items) - 1) / (count - 1))] for position in range(count)]
+
+
 def tell(rows: Iterable[Row]) -> Story:
     """Place all rows."""
     told, gaps = _place_in_time(list(rows))

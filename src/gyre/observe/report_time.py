@@ -9,11 +9,11 @@ from typing import Any
 from gyre.observe.catalog import PHASE_ORDER
 from gyre.observe.jsonl import as_number
 from gyre.observe.overlap import length, union
-from gyre.observe.report_story import Story, Told
+from gyre.observe.report_story import Story, Told, spread
 
-MAX_SPANS = 12_000
+MAX_SPANS = 30_000
 MAX_COLUMNS = 400  # of seconds per step
-MAX_MEMORY_POINTS = 1500
+MAX_MEMORY_POINTS = 2400
 
 Span = tuple[str, int, float, float, float, str]  # phase, depth, start s, seconds, x (step) or -1, stage
 
@@ -24,11 +24,12 @@ def timeline(story: Story) -> dict[str, Any] | None:
     if not spans:
         return None
     phases = order_phases([span[0] for span in spans])
-    shown = longest(spans, MAX_SPANS)
+    shown = choose_spans(spans, MAX_SPANS)
     notes = []
     if len(shown) < len(spans):
         notes.append(
-            f"The {MAX_SPANS:,} longest of {len(spans):,} phases are drawn; shares and seconds per step count all."
+            f"{len(shown):,} of {len(spans):,} phases are drawn: inner phases of some steps only, evenly spread. "
+            "Shares and seconds per step count all."
         )
     outer = [span for span in spans if span[1] == 0]
     seconds: dict[str, float] = {}
@@ -37,6 +38,7 @@ def timeline(story: Story) -> dict[str, Any] | None:
     index = {phase: number for number, phase in enumerate(phases)}
     return {
         "phases": phases,
+        "outer": [phase for phase in phases if any(span[0] == phase for span in outer)],
         "seconds": {phase: round(seconds[phase], 3) for phase in phases},
         "counts": {phase: sum(1 for span in spans if span[0] == phase) for phase in phases},
         "unaccounted_s": round(max(0.0, story.seconds - length(union((s[2], s[2] + s[3]) for s in outer))), 3),
@@ -76,18 +78,28 @@ def order_phases(names: Sequence[str]) -> list[str]:
     """Return each phase once: the ring's own in its order, others as they came, children behind their parent."""
     seen = list(dict.fromkeys(names))
 
-    def rank(name: str) -> tuple[int, int, str]:
+    def rank(name: str) -> tuple[int, int, int]:
         parent = name.split("/")[0]
         known = PHASE_ORDER.index(parent) if parent in PHASE_ORDER else len(PHASE_ORDER)
         first = next(position for position, other in enumerate(seen) if other.split("/")[0] == parent)
-        return (known, first, "" if name == parent else name)
+        return (known, first, -1 if name == parent else seen.index(name))
 
     return sorted(seen, key=rank)
 
 
-def longest(spans: Sequence[Span], limit: int) -> list[Span]:
-    """Return the longest spans, outermost first, in order of time."""
-    kept = sorted(spans, key=lambda span: (span[1], -span[3]))[:limit]
+def choose_spans(spans: Sequence[Span], limit: int) -> list[Span]:
+    """Return about `limit` spans at most, in order of time: the outermost (the longest, if even they are too many),
+    and the inner ones of whole steps, evenly spread."""
+    if len(spans) <= limit:
+        return list(spans)
+    outer = sorted((span for span in spans if span[1] == 0), key=lambda span: -span[3])[:limit]
+    by_step: dict[float, list[Span]] = {}
+    for span in spans:
+        if span[1] > 0:
+            by_step.setdefault(span[4], []).append(span)
+    most = max((len(inner) for inner in by_step.values()), default=1)
+    steps = spread(list(by_step), (limit - len(outer)) // most)
+    kept = outer + [span for step in steps for span in by_step[step]]
     return sorted(kept, key=lambda span: (span[2], span[1]))
 
 
@@ -139,10 +151,13 @@ def memory(story: Story) -> dict[str, Any] | None:
     rows = story.of_kind("memory")
     if not rows:
         return None
-    shown = keep_peaks(rows, MAX_MEMORY_POINTS)
+    shown = choose_boundaries(rows, MAX_MEMORY_POINTS)
     notes = []
     if len(shown) < len(rows):
-        notes.append(f"{len(shown):,} of {len(rows):,} boundaries are drawn: of neighbours, the one with most bytes.")
+        notes.append(
+            f"{len(shown):,} of {len(rows):,} boundaries are drawn: those of whole steps, evenly spread, with the peak "
+            "of each tier among them."
+        )
     owners = list(dict.fromkeys(owner for told in rows for owner in told.row.get("bytes") or {}))
     frees = [as_number(told.row.get("device_free")) for told in shown]
     return {
@@ -164,13 +179,21 @@ def owner_bytes(told: Told, owner: str, tier: str) -> int:
     return int(as_number(((told.row.get("bytes") or {}).get(owner) or {}).get(tier)) or 0)
 
 
-def keep_peaks(rows: Sequence[Told], limit: int) -> list[Told]:
-    """Return at most `limit` rows: of each run of neighbours the one with most device bytes."""
+def choose_boundaries(rows: Sequence[Told], limit: int) -> list[Told]:
+    """Return about `limit` rows at most: all of some steps, evenly spread and with the first peak of each tier."""
     if len(rows) <= limit:
         return list(rows)
-    size = -(-len(rows) // limit)
+    by_step: dict[tuple[str, Any], list[int]] = {}
+    for at, told in enumerate(rows):
+        by_step.setdefault((told.stage, told.row.get("step")), []).append(at)
+    most = max(len(members) for members in by_step.values())
+    chosen = set(spread(list(by_step), max(2, limit // most)))
+    for tier in ("device", "host", "disk"):
+        peak = max(rows, key=lambda told, tier=tier: tier_bytes(told, tier))
+        chosen.add((peak.stage, peak.row.get("step")))
+    kept = sorted(at for key, members in by_step.items() if key in chosen for at in members)
+    return [rows[at] for at in (kept if len(kept) < len(rows) else spread(range(len(rows)), limit))]
 
-    def device_bytes(told: Told) -> int:
-        return sum(owner_bytes(told, owner, "device") for owner in told.row.get("bytes") or {})
 
-    return [max(rows[start : start + size], key=device_bytes) for start in range(0, len(rows), size)]
+def tier_bytes(told: Told, tier: str) -> int:
+    return sum(owner_bytes(told, owner, tier) for owner in told.row.get("bytes") or {})

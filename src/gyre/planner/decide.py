@@ -92,7 +92,7 @@ def make_plan(inputs: PlanInputs, hardware: Hardware) -> Plan:
 
 
 def _settle_base(inputs: PlanInputs, hardware: Hardware) -> tuple[_Base, dict[str, str]]:
-    reasons = {name: "given" for name in ("prompts_per_step", "completions_per_prompt")}
+    reasons = {"prompts_per_step": "given", "completions_per_prompt": "given"}
     if inputs.device == "cuda" and hardware.device != "cuda":
         raise ConfigError("device = cuda, but no CUDA device is usable here", hint="run `gyre doctor`, or use cpu")
     device = inputs.device or hardware.device
@@ -122,7 +122,12 @@ def _settle_base(inputs: PlanInputs, hardware: Hardware) -> tuple[_Base, dict[st
 def _budgets(inputs: PlanInputs, hardware: Hardware, device: DeviceKind, reasons: dict[str, str]) -> Budgets:
     free = hardware.device_free_bytes if device == "cuda" else hardware.host_available_bytes
     shares = {
-        "device": (inputs.device_budget_bytes, DEVICE_SHARE[device], free, f"free on the {device}"),
+        "device": (
+            inputs.device_budget_bytes,
+            DEVICE_SHARE[device],
+            free,
+            "free on the GPU" if device == "cuda" else "available memory",
+        ),
         "host": (inputs.host_budget_bytes, HOST_SHARE[device], hardware.host_available_bytes, "available host memory"),
         "disk": (inputs.disk_budget_bytes, DISK_SHARE, hardware.disk_free_bytes, "free disk"),
     }

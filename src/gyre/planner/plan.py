@@ -173,6 +173,8 @@ def _build(kind: Any, value: Any) -> Any:
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind):
         assert isinstance(kind, type)
+        if not isinstance(value, dict):
+            raise TypeError(f"{kind.__name__} is a table, got {type(value).__name__}")
         hints = typing.get_type_hints(kind)
         unknown = set(value) - set(hints)
         if unknown:
@@ -182,6 +184,6 @@ def _build(kind: Any, value: Any) -> Any:
         return tuple(_build(args[0], item) for item in value)
     if origin is types.UnionType:
         return None if value is None else _build(args[0], value)
-    if origin is Mapping or isinstance(origin, type) and issubclass(origin, Mapping):
+    if isinstance(origin, type) and issubclass(origin, Mapping):
         return {key: _build(args[1], item) for key, item in value.items()}
     return value

@@ -37,22 +37,27 @@ def walk_ring(
 
 def place_at_start(components: Sequence[ComponentPlan], budgets: Budgets) -> tuple[Entry, ...]:
     """Components as their owners build them, one after the other: on the device while there is room."""
-    left = {"device": budgets.device_bytes, "host": budgets.host_bytes, "disk": budgets.disk_bytes, "none": 1 << 62}
+    left: dict[Tier, int] = {
+        "device": budgets.device_bytes,
+        "host": budgets.host_bytes,
+        "disk": budgets.disk_bytes,
+        "none": 1 << 62,
+    }
     entries = []
     for component in components:
         choices: tuple[Tier, ...] = ("device", *component.leave)
-        tier = next((tier for tier in choices if component.size_bytes <= left[tier]), None)
-        if tier is None:
+        fitting: list[Tier] = [tier for tier in choices if component.size_bytes <= left[tier]]
+        if not fitting:
+            free = ", ".join(f"{tier} {words(size)}" for tier, size in left.items() if tier != "none")
             raise MemoryBudgetError(
-                f"there is no room for {component.name} ({words(component.size_bytes)}) on {' or '.join(choices)} beside "
-                f"what is there already; still free: device {words(left['device'])}, host {words(left['host'])}, disk "
-                f"{words(left['disk'])}",
+                f"there is no room for {component.name} ({words(component.size_bytes)}) on {' or '.join(choices)} "
+                f"beside what is there already; still free: {free}",
                 hint=f"raise memory.{choices[-1]}_budget_bytes by {component.size_bytes - left[choices[-1]]}, "
                 "or set memory.disk_folder",
             )
-        left[tier] -= component.size_bytes
+        left[fitting[0]] -= component.size_bytes
         need = match_name(default_needs(shared_weights=False), component.name)
-        entries.append(_entry(component, tier, need))
+        entries.append(_entry(component, fitting[0], need))
     return tuple(entries)
 
 

@@ -71,10 +71,9 @@ def _notes(sizes: Sizes, sequences: int, last: int, longest: int) -> list[str]:
             f"an update of {sizes.sequences_per_update} sequences cuts through the groups of "
             f"{sizes.completions_per_prompt}: siblings of one prompt train in different updates"
         )
-    if waste := sizes.tokens_per_chunk % longest:
-        if sizes.tokens_per_chunk // longest < 4:
-            notes.append(
-                f"a chunk holds {sizes.tokens_per_chunk // longest} sequences of full length and {waste} tokens "
-                "that only shorter ones can fill"
-            )
+    if (waste := sizes.tokens_per_chunk % longest) and sizes.tokens_per_chunk // longest < 4:
+        notes.append(
+            f"a chunk holds {sizes.tokens_per_chunk // longest} sequences of full length and {waste} tokens "
+            "that only shorter ones can fill"
+        )
     return notes

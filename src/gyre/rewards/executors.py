@@ -57,7 +57,7 @@ class Cell:
         command = [sys.executable, "-S", "-s", "-P", "-B", "-m", "gyre.rewards.jail.zygote", self.mode]
         with theirs:
             self._zygote = subprocess.Popen(
-                [*command, str(theirs.fileno()), *_shown_folders()],
+                [*command, str(theirs.fileno()), shutil.which("bwrap") or "", *_shown_folders()],
                 pass_fds=(theirs.fileno(),), env=_environment(), cwd="/", start_new_session=True,
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
             )  # fmt: skip
@@ -223,7 +223,7 @@ def _shown_folders() -> list[str]:
 def _environment() -> dict[str, str]:
     """All that programs see of the environment; hashes are fixed so that a program prints the same each time."""
     package = str(Path(__file__).resolve().parents[2])
-    path = "/tmp/w/bw/usr/bin:/usr/local/bin:/usr/bin:/bin"
+    path = "/usr/local/bin:/usr/bin:/bin"
     return {"PATH": path, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "PYTHONPATH": package}
 
 

@@ -1,13 +1,14 @@
 """Sandbox: what a program may use and what came of it. In: Program, Limits. Out: ProgramResult. Pure records.
 
-What is isolated, by mode (the chosen one is in `Sandbox.isolation`, in the `sandbox.started` event and in the report):
+What is isolated, by mode (the chosen one is in `Sandbox.isolation` and in the event `sandbox.started`):
 
-    strong      own user, mount, process, network, IPC and host-name namespaces per program. It sees the system and Python
-                read-only, an empty work folder in memory and its own processes; no network at all, no home, no run
-                folder. No capabilities, no new privileges, a system call filter. Dies whole with its first process.
+    strong      own user, mount, process, network, IPC and host-name namespaces per program. It sees the system and
+                Python read-only, an empty work folder in memory and its own processes; no network at all, no home,
+                no run folder. No capabilities, no new privileges, a system call filter. It is process 1 of its
+                namespace: all that it starts dies with it, and signals to itself have no effect.
     bubblewrap  the same walls put up by `bwrap`, where only that may make namespaces. Slower: a new Python each time.
-    weak        kernel limits, a work folder that is removed, a scrubbed environment, every descendant killed. NO network
-                isolation, NO file system isolation, same user as Gyre.
+    weak        kernel limits, a work folder that is removed, a scrubbed environment, every descendant killed. NO
+                network isolation, NO file system isolation, same user as Gyre, whose processes it could signal.
 
 In all modes: a fresh process per program, CPU, wall, memory, process, output and file limits. CPU and memory are
 limited per process by the kernel and in sum by a watcher that looks every 20 ms; between two looks memory can pass the

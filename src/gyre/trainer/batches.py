@@ -1,19 +1,20 @@
 """Batches: from unpacked sequences to the updates of one epoch. In: a batch's sequences, config, a seed.
-Out: an EpochPlan of updates, each a list of chunks and one denominator. Callers: trainer.native.
+Out: an EpochPlan of updates, each a list of chunks and one denominator. Caller: trainer.native.
 
 Sequences without a target leave here: they teach nothing and count in no denominator.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from gyre.core.records import TrainSequence
+from gyre.core.seeds import derive_seed
 from gyre.objectives.api import AnyObjective, denominator, is_pairwise
-from gyre.trainer.chunk import Chunk, build_chunk, target_mask
+from gyre.trainer.chunk import Chunk, build_chunk, gather_columns, target_mask
 from gyre.trainer.config import TrainerConfig
 from gyre.trainer.pack import Atom, make_atoms, pack, split_updates
 
@@ -41,61 +42,97 @@ class EpochPlan:
     def chunks(self) -> tuple[Chunk, ...]:
         return tuple(chunk for update in self.updates for chunk in update.chunks)
 
-
-def plan_epoch(
-    sequences: Sequence[TrainSequence],
-    *,
-    objective: AnyObjective,
-    config: TrainerConfig,
-    columns: Collection[str],
-    seed: int,
-    vocab_size: int,
-    device: torch.device,
-) -> EpochPlan:
-    """Split into updates, pack each, lay out tensors. A pure function of its arguments."""
-    pairwise = is_pairwise(objective)
-    lengths = [len(sequence.tokens) for sequence in sequences]
-    targets = [int(target_mask(sequence).sum()) for sequence in sequences]
-    atoms = make_atoms(lengths, [sequence.pair_id if pairwise else -1 for sequence in sequences])
-    useful = [atom for atom in atoms if pairwise or targets[atom.members[0]] > 0]
-    plans = [
-        (members, pack(members, num_ranks=1, tokens_per_chunk=config.tokens_per_chunk))
-        for members in split_updates(useful, config.sequences_per_update, seed)
-    ]
-    updates = tuple(
-        Update(
-            chunks=tuple(
-                build_chunk(sequences, chunk, columns=columns, pairwise=pairwise, vocab_size=vocab_size, device=device)
-                for chunk in plan.ranks[0]
-                if chunk
-            ),
-            denominator=denominator(objective, [targets[i] for atom in members for i in atom.members]),
+    def with_columns(self, sequences: Sequence[TrainSequence], names: Collection[str]) -> EpochPlan:
+        """The same plan with columns on its chunks; index tensors are shared."""
+        updates = tuple(
+            replace(update, chunks=tuple(gather_columns(chunk, sequences, names) for chunk in update.chunks))
+            for update in self.updates
         )
-        for members, plan in plans
+        return replace(self, updates=updates)
+
+
+class Planner:
+    """Plans epochs. On a CPU the last plan is remembered, so that the passes and the step of one batch share it."""
+
+    def __init__(
+        self,
+        *,
+        objective: AnyObjective,
+        config: TrainerConfig,
+        seed: int,
+        vocab_size: int,
+        device: torch.device,
+        emit: Callable[..., None],
+    ) -> None:
+        self._objective, self._config, self._seed = objective, config, seed
+        self._vocab_size, self._device, self._emit = vocab_size, device, emit
+        self._last: tuple[tuple[int, int], tuple[TrainSequence, ...], EpochPlan] | None = None
+
+    def plan(self, sequences: Sequence[TrainSequence], step: int, epoch: int) -> EpochPlan:
+        """Split into updates, pack each, lay out index tensors. Depends on the batch, the step and the epoch only."""
+        if self._last is not None and self._last[0] == (step, epoch) and _same_layout(self._last[1], sequences):
+            return self._last[2]
+        plan = self._fresh(sequences, derive_seed(self._seed, "updates", step, epoch))
+        if plan.num_oversized:
+            limit = self._config.tokens_per_chunk
+            self._emit("trainer.oversized_chunks", step=step, chunks=plan.num_oversized, tokens_per_chunk=limit)
+        if self._device.type == "cpu":  # on a GPU these bytes would belong to no component
+            self._last = ((step, epoch), tuple(sequences), plan)
+        return plan
+
+    def forget(self) -> None:
+        self._last = None
+
+    def whole(self, sequences: Sequence[TrainSequence], vocab_size: int) -> tuple[Chunk, ...]:
+        """Pack every sequence of a batch, for a pass that reads whole sequences rather than targets."""
+        atoms = make_atoms([len(sequence.tokens) for sequence in sequences], [-1] * len(sequences))
+        return self._chunks(sequences, atoms, pairwise=False, vocab_size=vocab_size)[0]
+
+    def _fresh(self, sequences: Sequence[TrainSequence], seed: int) -> EpochPlan:
+        pairwise = is_pairwise(self._objective)
+        targets = [int(target_mask(sequence).sum()) for sequence in sequences]
+        atoms = make_atoms(
+            [len(sequence.tokens) for sequence in sequences],
+            [sequence.pair_id if pairwise else -1 for sequence in sequences],
+        )
+        useful = [atom for atom in atoms if pairwise or targets[atom.members[0]] > 0]
+        updates, oversized = [], 0
+        for members in split_updates(useful, self._config.sequences_per_update, seed):
+            chunks, over = self._chunks(sequences, members, pairwise=pairwise, vocab_size=self._vocab_size)
+            counts = [targets[index] for atom in members for index in atom.members]
+            updates.append(Update(chunks=chunks, denominator=denominator(self._objective, counts)))
+            oversized += over
+        num_tokens = sum(atom.num_tokens for atom in useful)
+        limit = self._config.tokens_per_chunk
+        room = sum(max(limit, chunk.layout.num_tokens) for update in updates for chunk in update.chunks)
+        return EpochPlan(
+            updates=tuple(updates),
+            num_tokens=num_tokens,
+            num_targets=sum(targets[index] for atom in useful for index in atom.members),
+            num_left_out=len(sequences) - sum(len(atom.members) for atom in useful),
+            num_oversized=oversized,
+            padding_share=1.0 - num_tokens / room if room else 0.0,
+        )
+
+    def _chunks(
+        self, sequences: Sequence[TrainSequence], atoms: Sequence[Atom], *, pairwise: bool, vocab_size: int
+    ) -> tuple[tuple[Chunk, ...], int]:
+        """Return the chunks, and how many of them are longer than the limit."""
+        plan = pack(atoms, num_ranks=1, tokens_per_chunk=self._config.tokens_per_chunk)
+        chunks = tuple(
+            build_chunk(sequences, members, pairwise=pairwise, vocab_size=vocab_size, device=self._device)
+            for members in plan.ranks[0]
+            if members
+        )
+        return chunks, plan.num_oversized
+
+
+def _same_layout(ours: Sequence[TrainSequence], theirs: Sequence[TrainSequence]) -> bool:
+    """Whether two batches have the same tokens and targets, by the identity of their (frozen) arrays."""
+    return len(ours) == len(theirs) and all(
+        a.tokens is b.tokens
+        and a.columns.get("loss_mask") is b.columns.get("loss_mask")
+        and a.support is b.support
+        and (a.temperature, a.pair_id, a.scalars) == (b.temperature, b.pair_id, b.scalars)
+        for a, b in zip(ours, theirs, strict=True)
     )
-    num_tokens = sum(atom.num_tokens for atom in useful)
-    room = sum(max(config.tokens_per_chunk, chunk.layout.num_tokens) for update in updates for chunk in update.chunks)
-    return EpochPlan(
-        updates=updates,
-        num_tokens=num_tokens,
-        num_targets=sum(targets[i] for atom in useful for i in atom.members),
-        num_left_out=len(sequences) - _count(useful),
-        num_oversized=sum(plan.num_oversized for _, plan in plans),
-        padding_share=1.0 - num_tokens / room if room else 0.0,
-    )
-
-
-def plan_whole(
-    sequences: Sequence[TrainSequence], *, tokens_per_chunk: int, vocab_size: int, device: torch.device
-) -> tuple[Chunk, ...]:
-    """Pack every sequence of a batch, for a pass that reads whole sequences rather than targets."""
-    atoms = make_atoms([len(sequence.tokens) for sequence in sequences], [-1] * len(sequences))
-    return tuple(
-        build_chunk(sequences, chunk, columns=(), pairwise=False, vocab_size=vocab_size, device=device)
-        for chunk in pack(atoms, num_ranks=1, tokens_per_chunk=tokens_per_chunk).ranks[0]
-        if chunk
-    )
-
-
-def _count(atoms: Sequence[Atom]) -> int:
-    return sum(len(atom.members) for atom in atoms)

@@ -7,8 +7,8 @@ predicted by the hidden state of token t - 1, its row.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -17,6 +17,17 @@ from torch import Tensor
 from gyre.core.errors import InputError
 from gyre.core.records import Support, TrainSequence
 from gyre.kernels.attention import PackedLayout
+
+Put = Callable[[np.ndarray], Tensor]  # an array to the device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pairs:
+    """The preference pairs of a chunk, as positions among its S sequences."""
+
+    chosen_P: Tensor  # int64
+    rejected_P: Tensor  # int64
+    margins_P: Tensor | None  # float32, where the data says by how much the chosen one should win
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,10 +44,8 @@ class Chunk:
     sequence_index_N: Tensor
     target_counts_S: Tensor
     last_row_S: Tensor  # where a reward model reads its score
-    columns: dict[str, Tensor]  # float32 [N] each
-    chosen_P: Tensor | None = None
-    rejected_P: Tensor | None = None
-    margins_P: Tensor | None = None
+    pairs: Pairs | None
+    columns: Mapping[str, Tensor] = field(default_factory=dict)  # float32 [N] each
 
 
 def target_mask(sequence: TrainSequence) -> np.ndarray:
@@ -68,19 +77,18 @@ def build_chunk(
     sequences: Sequence[TrainSequence],
     members: Sequence[int],
     *,
-    columns: Collection[str],
     pairwise: bool,
     vocab_size: int,
     device: torch.device,
 ) -> Chunk:
-    """Lay the members out one after the other; `pairwise` ones are pairs of neighbours."""
+    """Lay out one sequence or more, one after the other; `pairwise` ones are pairs of neighbours."""
     chosen = [sequences[index] for index in members]
     lengths = np.array([len(sequence.tokens) for sequence in chosen], dtype=np.int64)
     starts = np.concatenate([[0], np.cumsum(lengths)])
     masks = [target_mask(sequence) for sequence in chosen]
     counts = np.array([int(mask.sum()) for mask in masks], dtype=np.int64)
-    tokens = np.concatenate([s.tokens for s in chosen] or [np.zeros(0)]).astype(np.int64)
-    flat_mask = np.concatenate(masks or [np.zeros(0, dtype=bool)])
+    tokens = np.concatenate([sequence.tokens for sequence in chosen]).astype(np.int64)
+    flat_mask = np.concatenate(masks)
     targets_at = np.flatnonzero(flat_mask)
     temperatures = np.array([sequence.temperature for sequence in chosen], dtype=np.float32)
     if (temperatures <= 0.0).any():
@@ -104,17 +112,24 @@ def build_chunk(
         sequence_index_N=put(index_of),
         target_counts_S=put(counts),
         last_row_S=put(starts[1:] - 1),
-        columns={name: put(_gather(chosen, masks, name)) for name in columns},
-        **(_pairs(chosen, put) if pairwise else {}),
+        pairs=_pairs(chosen, put) if pairwise else None,
     )
 
 
-def _gather(chosen: Sequence[TrainSequence], masks: Sequence[np.ndarray], name: str) -> np.ndarray:
-    parts = [sequence.columns[name][mask] for sequence, mask in zip(chosen, masks, strict=True)]
-    return np.concatenate(parts or [np.zeros(0)]).astype(np.float32)
+def gather_columns(chunk: Chunk, sequences: Sequence[TrainSequence], names: Collection[str]) -> Chunk:
+    """Return the chunk with these columns of its sequences, at its targets."""
+    chosen = [sequences[index] for index in chunk.members]
+    masks = [target_mask(sequence) for sequence in chosen]
+    columns = {}
+    for name in names:
+        parts = [sequence.columns[name][mask] for sequence, mask in zip(chosen, masks, strict=True)]
+        columns[name] = torch.from_numpy(np.concatenate(parts).astype(np.float32)).to(chunk.tokens_T.device)
+    return replace(chunk, columns=columns)
 
 
-def _support(chosen: Sequence[TrainSequence], counts: np.ndarray, vocab_size: int, put) -> tuple[Tensor, Tensor] | None:
+def _support(
+    chosen: Sequence[TrainSequence], counts: np.ndarray, vocab_size: int, put: Put
+) -> tuple[Tensor, Tensor] | None:
     """Join the ragged supports; a sequence without one may choose any token."""
     if all(sequence.support is None for sequence in chosen):
         return None
@@ -135,8 +150,8 @@ def _full_support(count: int, vocab_size: int) -> Support:
     )
 
 
-def _pairs(chosen: Sequence[TrainSequence], put) -> dict[str, Tensor | None]:
-    """Positions within the chunk of each pair's preferred and rejected sequence. Siblings are neighbours."""
+def _pairs(chosen: Sequence[TrainSequence], put: Put) -> Pairs:
+    """Siblings are neighbours."""
     wins, losses, margins = [], [], []
     for position in range(0, len(chosen), 2):
         pair = chosen[position : position + 2]
@@ -146,8 +161,8 @@ def _pairs(chosen: Sequence[TrainSequence], put) -> dict[str, Tensor | None]:
         losses.append(position + 1 if first_wins else position)
         margins.append(chosen[wins[-1]].scalars.get("margin"))
     has_margins = bool(margins) and all(margin is not None for margin in margins)
-    return {
-        "chosen_P": put(np.array(wins, dtype=np.int64)),
-        "rejected_P": put(np.array(losses, dtype=np.int64)),
-        "margins_P": put(np.array(margins, dtype=np.float32)) if has_margins else None,
-    }
+    return Pairs(
+        chosen_P=put(np.array(wins, dtype=np.int64)),
+        rejected_P=put(np.array(losses, dtype=np.int64)),
+        margins_P=put(np.array(margins, dtype=np.float32)) if has_margins else None,
+    )

@@ -13,45 +13,45 @@ from gyre.core.config import Section
 class TrainerConfig(Section):
     """How the optimiser runs over the batches of a stage."""
 
-    steps: int = Field(100, ge=1)
+    steps: int = Field(default=100, ge=1)
     """Loop steps of the stage; the learning-rate schedule ends with them."""
-    learning_rate: float = Field(1e-4, ge=0.0)
+    learning_rate: float = Field(default=1e-4, ge=0.0)
     """Peak learning rate of the actor."""
-    critic_learning_rate: float | None = Field(None, ge=0.0)
+    critic_learning_rate: float | None = Field(default=None, ge=0.0)
     """Peak learning rate of the critic; none takes `learning_rate`."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     """Shape of the learning rate after warm-up; cosine and linear fall to `final_learning_rate_fraction`."""
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
     """Loop steps over which the learning rate rises linearly from 1/warmup_steps of the peak."""
-    final_learning_rate_fraction: float = Field(0.0, ge=0.0, le=1.0)
+    final_learning_rate_fraction: float = Field(default=0.0, ge=0.0, le=1.0)
     """What part of the peak is left at the last step of a cosine or linear schedule."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment."""
-    eps: float = Field(1e-8, gt=0.0)
+    eps: float = Field(default=1e-8, gt=0.0)
     """AdamW's term in the denominator."""
-    weight_decay: float = Field(0.0, ge=0.0)
+    weight_decay: float = Field(default=0.0, ge=0.0)
     """Decoupled weight decay of matrices; norms, biases and scalar heads have none."""
-    grad_clip: float = Field(1.0, ge=0.0)
+    grad_clip: float = Field(default=1.0, ge=0.0)
     """Largest global gradient norm; 0 does not clip."""
-    sequences_per_update: int = Field(0, ge=0)
+    sequences_per_update: int = Field(default=0, ge=0)
     """Sequences per optimiser update; 0 takes the whole batch of the loop step."""
-    epochs_per_batch: int = Field(1, ge=1)
+    epochs_per_batch: int = Field(default=1, ge=1)
     """Passes over each batch."""
-    tokens_per_chunk: int = Field(8192, ge=16)
+    tokens_per_chunk: int = Field(default=8192, ge=16)
     """Tokens per forward and backward pass. Changes speed and memory, never the gradient."""
     reference: Literal["none", "initial"] = "initial"
     """What the KL term and DPO compare with: a copy of the weights that the stage began with. It is made only for an
     objective that needs one; none forbids it, for data that brings its own reference log-probs."""
-    reference_refresh_steps: int = Field(0, ge=0)
+    reference_refresh_steps: int = Field(default=0, ge=0)
     """Replace the reference by the policy every n loop steps; 0 never."""
-    reference_moving_average: float = Field(0.0, ge=0.0, lt=1.0)
+    reference_moving_average: float = Field(default=0.0, ge=0.0, lt=1.0)
     """After each loop step reference = this × reference + (1 − this) × policy; 0 turns it off."""
 
 
 class SnapshotConfig(Section):
     """When the resumable state is written and how many are kept."""
 
-    every_steps: int = Field(20, ge=0)
+    every_steps: int = Field(default=20, ge=0)
     """Loop steps between snapshots; 0 writes one at the end of a stage only."""
-    keep: int = Field(2, ge=1)
+    keep: int = Field(default=2, ge=1)
     """Newest snapshots kept on disk."""

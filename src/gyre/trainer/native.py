@@ -32,7 +32,6 @@ from gyre.core.records import (
     Usage,
     Which,
 )
-from gyre.core.seeds import derive_seed
 from gyre.models.decoder import Decoder
 from gyre.models.heads import ScalarHead
 from gyre.objectives.api import (
@@ -43,7 +42,7 @@ from gyre.objectives.api import (
     required_columns,
     trains_scores,
 )
-from gyre.trainer.batches import EpochPlan, Update, plan_epoch, plan_whole
+from gyre.trainer.batches import EpochPlan, Planner, Update
 from gyre.trainer.chunk import check_columns
 from gyre.trainer.config import TrainerConfig
 from gyre.trainer.learner import HEAD_PREFIX, Learner, copy_in
@@ -91,6 +90,14 @@ class NativeTrainer:
         self._reference = Reference(decoder, config) if wants_reference else None
         self._reward_model = reward_model
         self._version, self._steps_done = version, 0
+        self._planner = Planner(
+            objective=objective,
+            config=config,
+            seed=seed,
+            vocab_size=decoder.spec.vocab_size,
+            device=decoder.device,
+            emit=emit,
+        )
         self._tenancy = Tenancy(self._models.learners, self._reference, reward_model, disk_folder)
 
     # PolicyTrainer ---------------------------------------------------------------------------------------------------
@@ -161,6 +168,16 @@ class NativeTrainer:
     def version(self) -> int:
         return self._version
 
+    @property
+    def trained(self) -> tuple[Decoder, ScalarHead | None]:
+        """What an export holds: the actor, with its scalar head under objective rm."""
+        return self._models.actor.decoder, self._models.actor.head
+
+    @property
+    def head(self) -> ScalarHead | None:
+        """The scalar head of the model that is trained: a reward model's, otherwise None."""
+        return self._models.actor.head
+
     def step_now(self, batch: TrainBatch) -> StepReport:
         """The body of `step`."""
         self._tenancy.need("actor.", "critic.")
@@ -172,12 +189,13 @@ class NativeTrainer:
             self._emit("trainer.nothing_to_train", step=batch.step, sequences=len(batch.sequences))
         for epoch in range(self._config.epochs_per_batch):
             if epoch and len(plan.updates) > 1:
-                plan = self._plan(sequences, batch.step, epoch)
+                bare = self._planner.plan(sequences, batch.step, epoch)
+                plan = bare.with_columns(sequences, self._columns(sequences))
             for update in plan.updates:
                 self._update(update, factor, totals, batch.step)
         self._steps_done += 1
-        if self._reference is not None and self._reference.after_step(self._models.actor.optimizer, self._steps_done):
-            self._emit("trainer.reference_changed", step=batch.step, version=self._version)
+        self._planner.forget()
+        self._follow_policy(batch.step)
         return StepReport(
             step=batch.step,
             version=self._version,
@@ -202,6 +220,16 @@ class NativeTrainer:
             learner.optimizer.update(learning_rate=factor * self._peak_rate(learner.name), grad_scale=scale)
         self._version += 1
 
+    def _follow_policy(self, step: int) -> None:
+        """Renew the reference when that is due, wherever it is parked."""
+        due = self._reference.due(self._steps_done) if self._reference is not None else None
+        if self._reference is None or due is None:
+            return
+        with self._tenancy.on_device("reference"):
+            self._reference.follow(self._models.actor.optimizer, due)
+        if due == "refresh":
+            self._emit("trainer.reference_refreshed", step=step, version=self._version)
+
     def _clear_gradients(self) -> None:
         for learner in self._models.learners:
             learner.optimizer.zero_grad()
@@ -219,49 +247,31 @@ class NativeTrainer:
             "padding_share": plan.padding_share,
         }
 
-    def _plan(self, sequences: Sequence[TrainSequence], step: int, epoch: int, *, columns: bool = True) -> EpochPlan:
-        decoder = self._models.actor.decoder
-        plan = plan_epoch(
-            sequences,
-            objective=self._objective,
-            config=self._config,
-            columns=self._columns(sequences) if columns else (),
-            seed=derive_seed(self._seed, "updates", step, epoch),
-            vocab_size=decoder.spec.vocab_size,
-            device=decoder.device,
-        )
-        if plan.num_oversized:
-            self._emit(
-                "trainer.oversized_chunks",
-                step=step,
-                chunks=plan.num_oversized,
-                tokens_per_chunk=self._config.tokens_per_chunk,
-            )
-        return plan
-
-    def _columns(self, sequences: Sequence[TrainSequence]) -> frozenset[str]:
-        """Columns that chunks carry: what the objective requires, and old log-probs where there are some."""
-        has_old = all("old_logprobs" in sequence.columns for sequence in sequences)
-        return required_columns(self._objective) - {"loss_mask"} | ({"old_logprobs"} if has_old else frozenset())
-
     def _complete(self, batch: TrainBatch) -> tuple[Sequence[TrainSequence], EpochPlan]:
         """Compute the columns that the objective needs, the batch lacks and this trainer can give."""
+        sequences = batch.sequences
+        plan = self._planner.plan(sequences, batch.step, 0)
         required = required_columns(self._objective)
-        bare = self._plan(batch.sequences, batch.step, 0, columns=False)
-        updates_per_batch = len(bare.updates) * self._config.epochs_per_batch
-        wanted = {"reference_logprobs": "reference"} if "reference_logprobs" in required else {}
+        wanted: dict[str, Which] = {"reference_logprobs": "reference"} if "reference_logprobs" in required else {}
+        updates_per_batch = len(plan.updates) * self._config.epochs_per_batch
         if needs_old_logprobs(self._objective, updates_per_batch=updates_per_batch):
             wanted["old_logprobs"] = "policy"
-        sequences = batch.sequences
         for column, which in wanted.items():
             if any(column not in sequence.columns for sequence in sequences):
-                per_token = self._logprobs(which, sequences, bare)
+                component = "reference" if which == "reference" and self._reference else "actor.params"
+                with self._tenancy.on_device(component):
+                    per_token = self._logprobs(which, sequences, plan)
                 sequences = tuple(
                     replace(sequence, columns={**sequence.columns, column: values})
                     for sequence, values in zip(sequences, per_token, strict=True)
                 )
         check_columns(sequences, required, self._objective.kind)
-        return sequences, self._plan(sequences, batch.step, 0)
+        return sequences, plan.with_columns(sequences, self._columns(sequences))
+
+    def _columns(self, sequences: Sequence[TrainSequence]) -> list[str]:
+        """Columns that chunks carry: what the objective requires, and old log-probs where there are some."""
+        has_old = all("old_logprobs" in sequence.columns for sequence in sequences)
+        return sorted(required_columns(self._objective) - {"loss_mask"}) + (["old_logprobs"] if has_old else [])
 
     # Evaluation, on the compute thread -------------------------------------------------------------------------------
 
@@ -271,7 +281,7 @@ class NativeTrainer:
         sequences = batch.sequences
         if which == "reward":
             return Evaluation(which=which, per_sequence=self._scores(sequences))
-        plan = self._plan(sequences, batch.step, 0, columns=False)
+        plan = self._planner.plan(sequences, batch.step, 0)
         if which != "critic":
             return Evaluation(which=which, per_token=self._logprobs(which, sequences, plan))
         critic = self._models.critic
@@ -280,7 +290,7 @@ class NativeTrainer:
         values, last_values = values_of(critic.decoder, critic.head, sequences, plan.chunks)
         return Evaluation(which=which, per_token=values, per_sequence=last_values)
 
-    def _logprobs(self, which: str, sequences: Sequence[TrainSequence], plan: EpochPlan) -> tuple[np.ndarray, ...]:
+    def _logprobs(self, which: Which, sequences: Sequence[TrainSequence], plan: EpochPlan) -> tuple[np.ndarray, ...]:
         if which == "policy":
             self._tenancy.need("actor.params")
             return logprobs_of(self._models.actor.decoder, sequences, plan.chunks)
@@ -299,12 +309,7 @@ class NativeTrainer:
         decoder, head = self._reward_model or (actor.decoder, actor.head)
         assert head is not None, "this trainer was given no reward model"
         self._tenancy.need("reward" if self._reward_model else "actor.params")
-        chunks = plan_whole(
-            sequences,
-            tokens_per_chunk=self._config.tokens_per_chunk,
-            vocab_size=decoder.spec.vocab_size,
-            device=decoder.device,
-        )
+        chunks = self._planner.whole(sequences, decoder.spec.vocab_size)
         return scores_of(decoder, head, len(sequences), chunks)
 
     def _state_tensors(self) -> dict[str, dict[str, Tensor]]:

@@ -5,6 +5,7 @@ every n steps or by moving average. Caller: trainer.native.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -25,23 +26,27 @@ class Reference:
         if config.reference_moving_average:
             self._average = {name: p.detach().float().clone() for name, p in self.decoder.named_parameters()}
 
+    def due(self, steps_done: int) -> Literal["refresh", "average"] | None:
+        """What the config wants of the reference after that many loop steps."""
+        every = self._config.reference_refresh_steps
+        if every and steps_done % every == 0:
+            return "refresh"
+        return "average" if self._config.reference_moving_average else None
+
     @torch.no_grad()
-    def after_step(self, actor: FlatOptimizer, steps_done: int) -> bool:
-        """Follow the actor as the config says. Returns whether the reference changed."""
-        every, keep = self._config.reference_refresh_steps, self._config.reference_moving_average
+    def follow(self, actor: FlatOptimizer, how: Literal["refresh", "average"]) -> None:
+        """Become the actor, or move towards it."""
         names = [name for name, _ in self.decoder.named_parameters()]
         own = [parameter.detach() for parameter in self.decoder.parameters()]
-        if every and steps_done % every == 0:
-            torch._foreach_copy_(own, [actor.parameters[name] for name in names])
-            for name, average in self._average.items():
-                average.copy_(actor.masters()[name])
-            return True
-        if keep:
-            averages = [self._average[name] for name in names]
-            torch._foreach_lerp_(averages, [actor.masters()[name] for name in names], 1.0 - keep)
-            torch._foreach_copy_(own, averages)
-            return True
-        return False
+        averages = [self._average[name] for name in names if name in self._average]
+        masters = [actor.masters()[name] for name in names]
+        if how == "refresh":
+            torch._foreach_copy_(own, [actor.parameters[name].detach() for name in names])
+            if averages:
+                torch._foreach_copy_(averages, masters)
+            return
+        torch._foreach_lerp_(averages, masters, 1.0 - self._config.reference_moving_average)
+        torch._foreach_copy_(own, averages)
 
     def state_tensors(self) -> dict[str, Tensor]:
         weights = {f"reference.{name}": p.detach() for name, p in self.decoder.named_parameters()}

@@ -92,7 +92,7 @@ def collect_gradients(models: Models, objective: AnyObjective, chunks: Sequence[
 
 def _inputs(chunk: Chunk) -> LossInputs:
     """What the batch alone says; results of a forward pass come on top."""
-    columns = chunk.columns
+    columns, pairs = chunk.columns, chunk.pairs
     return LossInputs(
         num_sequences=len(chunk.members),
         sequence_index_N=chunk.sequence_index_N,
@@ -103,9 +103,9 @@ def _inputs(chunk: Chunk) -> LossInputs:
         reference_logprobs_N=columns.get("reference_logprobs"),
         old_values_N=columns.get("values"),
         returns_N=columns.get("returns"),
-        chosen_P=chunk.chosen_P,
-        rejected_P=chunk.rejected_P,
-        margins_P=chunk.margins_P,
+        chosen_P=pairs.chosen_P if pairs else None,
+        rejected_P=pairs.rejected_P if pairs else None,
+        margins_P=pairs.margins_P if pairs else None,
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import weakref
+from typing import Any
 
 import torch
 
@@ -17,7 +18,8 @@ from gyre.core.errors import MemoryBudgetError
 
 
 def _unpin(address: int) -> None:
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
+    runtime: Any = torch.cuda.cudart()
+    torch.cuda.check_error(runtime.cudaHostUnregister(address))
 
 
 class HostBuffer:
@@ -41,7 +43,8 @@ class HostBuffer:
 
     def _pin(self, owner: str) -> None:
         address = self.bytes.data_ptr()
-        code = torch.cuda.cudart().cudaHostRegister(address, self.size_bytes, 0)
+        runtime: Any = torch.cuda.cudart()
+        code = runtime.cudaHostRegister(address, self.size_bytes, 0)
         if int(code) != 0:
             raise MemoryBudgetError(
                 f"{owner}: could not pin {self.size_bytes} bytes of host memory (CUDA error {int(code)})",

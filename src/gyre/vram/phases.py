@@ -83,5 +83,5 @@ def leave_tiers(name: str, tiers: tuple[Tier, ...], chosen: Mapping[str, Leave])
             f"memory.leave: {name} has no disk tier (accepted: {', '.join(tiers)})", hint="set memory.disk_folder"
         )
     order: tuple[Tier, ...] = ("host", "disk") if policy == "park" else ("disk", "host")
-    keeping = tuple(tier for tier in order if tier in tiers)
-    return keeping or tuple(tier for tier in tiers if tier == "none")
+    keeping: tuple[Tier, ...] = tuple(tier for tier in order if tier in tiers)
+    return keeping or (("none",) if "none" in tiers else ())

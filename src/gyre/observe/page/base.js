@@ -31,19 +31,24 @@ function number(value) {
   if (size === 0) return "0";
   if (size >= 1e6) return trim((value / 1e6).toFixed(2)) + " M";
   if (size >= 1e4) return trim((value / 1e3).toFixed(1)) + " k";
+  if (size >= 1000) return count(Math.round(value)).replace("-", "−");
   if (size >= 100) return value.toFixed(0);
   if (size >= 10) return trim(value.toFixed(1));
   if (size >= 1) return trim(value.toFixed(2));
-  if (size >= 0.001) return trim(value.toFixed(4));
+  if (size >= 0.001) return trim(value.toPrecision(3));
   const [mantissa, exponent] = value.toExponential(1).split("e");
   return `${trim(mantissa)}e${Number(exponent)}`.replaceAll("-", "−");
 }
 const trim = (text) => (text.includes(".") ? text.replace(/\.?0+$/, "") : text).replace("-", "−");
+// A tick is a round number already: all its digits count.
+const tickText = (value) => (Math.abs(value) < 1e3 && Math.abs(value) >= 0.001 ? trim(String(Number(value.toPrecision(6)))) : number(value));
 const percent = (value, digits = 1) => (Number.isFinite(value) ? `${(value * 100).toFixed(digits)} %` : "–");
+const plural = (n, one, many) => `${count(n)} ${n === 1 ? one : many}`;
 const count = (value) => value.toLocaleString("en-US");
 const shown = (value, unit) => (unit === "fraction" ? (value === null || value === undefined ? "–" : percent(value)) : number(value));
 
 function seconds(value) {
+  if (value === 0) return "0 s";
   if (value < 0.0995) return `${Math.round(value * 1000)} ms`;
   if (value < 9.95) return `${value.toFixed(value < 1 ? 2 : 1)} s`;
   if (value < 59.5) return `${Math.round(value)} s`;
@@ -52,6 +57,15 @@ function seconds(value) {
   const minutes = Math.floor((total % 3600) / 60);
   const rest = String(total % 60).padStart(2, "0");
   return hours ? `${hours} h ${String(minutes).padStart(2, "0")} min` : `${minutes} min ${rest} s`;
+}
+
+// A moment of the run, as fine as the steps between such moments are.
+function moment(value, step) {
+  const digits = step >= 1 ? 0 : step >= 0.1 ? 1 : step >= 0.01 ? 2 : 3;
+  if (value < 60) return `${value.toFixed(digits)} s`;
+  const rest = (value % 60).toFixed(digits).padStart(digits ? digits + 3 : 2, "0");
+  const minutes = Math.floor(value / 60);
+  return minutes < 60 ? `${minutes}:${rest}` : `${Math.floor(minutes / 60)}:${String(minutes % 60).padStart(2, "0")}:${rest}`;
 }
 
 function bytes(value) {
@@ -103,9 +117,9 @@ function ownerColours(owners) {
     const part = owner.split(".")[0];
     if (!seen.has(part)) seen.set(part, { hue: OWNER_COLOURS[part] || spare[seen.size % spare.length], used: 0 });
     const entry = seen.get(part);
-    const strength = [100, 66, 42, 28][Math.min(3, entry.used)];
+    const [strength, other] = [[100, "surface"], [62, "surface"], [58, "text"], [38, "surface"]][Math.min(3, entry.used)];
     entry.used += 1;
-    return `color-mix(in oklab, ${cssColour(entry.hue)} ${strength}%, var(--surface))`;
+    return `color-mix(in oklab, ${cssColour(entry.hue)} ${strength}%, var(--${other}))`;
   });
 }
 
@@ -127,6 +141,8 @@ function stageAt(x) {
   return found.length ? found[found.length - 1] : null;
 }
 
+const stageStep = (x) => Math.round(x - (stageAt(x) || { offset: 0 }).offset);
+
 function stepName(x) {
   const stage = stageAt(x);
   if (!stage) return `step ${number(x)}`;
@@ -146,7 +162,7 @@ function drawn(node, draw) {
   const redraw = () => { if (last > 0) draw(last); };
   new ResizeObserver((entries) => {
     const width = Math.floor(entries[0].contentRect.width);
-    if (width > 0 && width !== last) { last = width; draw(width); }
+    if (width > 80 && width !== last) { last = width; draw(width); }
   }).observe(node);
   on("theme", redraw);
   return redraw;

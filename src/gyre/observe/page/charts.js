@@ -3,15 +3,35 @@
 const PLOT_TOP = 16;
 const PLOT_BOTTOM = 22;
 
-// Exponential mean that starts at the first value and is not pulled towards 0.
-function smoothed(values, weight) {
-  let mean = 0;
-  let mass = 0;
-  return values.map((value) => {
+// Straight lines fitted to the neighbours on both sides, twice: a mean where both sides are there, and no pull towards
+// the inside where a stage begins or ends. `amount` from 0 to 1 sets the reach as a share of the stage, so that it means
+// the same for short and long runs.
+function smoothed(values, xs, amount) {
+  const result = values.slice();
+  let from = 0;
+  while (from < values.length) {
+    const stage = stageAt(xs[from]);
+    let to = from;
+    while (to < values.length && stageAt(xs[to]) === stage) to += 1;
+    const reach = Math.round(amount ** 2 * (to - from) * 0.09);
+    const part = fitNeighbours(fitNeighbours(values.slice(from, to), reach), reach);
+    part.forEach((value, at) => { result[from + at] = value; });
+    from = to;
+  }
+  return result;
+}
+
+function fitNeighbours(values, reach) {
+  // Running sums of 1, x, x², y, xy over the values that are there.
+  const sums = [[0, 0, 0, 0, 0]];
+  values.forEach((y, x) => { const last = sums[x]; sums.push(y === null ? last : [last[0] + 1, last[1] + x, last[2] + x * x, last[3] + y, last[4] + x * y]); });
+  return values.map((value, at) => {
     if (value === null) return null;
-    mean = weight * mean + (1 - weight) * value;
-    mass = weight * mass + (1 - weight);
-    return mean / mass;
+    const [low, high] = [sums[Math.max(0, at - reach)], sums[Math.min(values.length, at + reach + 1)]];
+    const [n, x, xx, y, xy] = high.map((total, part) => total - low[part]);
+    const spread = n * xx - x * x;
+    const slope = spread > 0 ? (n * xy - x * y) / spread : 0;
+    return y / n + slope * (at - x / n);
   });
 }
 
@@ -34,16 +54,26 @@ class LineChart {
     this.panel = panel;
     this.stage = stage;
     this.lines = series.map((line, at) => ({ ...line, colour: seriesColour(at) }));
-    this.height = panel.wide ? 220 : 168;
+    this.wide = false;
+    this.height = 168;
     this.value = el("div", { class: "chart-value" });
     this.legend = el("div", { class: "legend" });
     this.plot = svg("svg", { class: "plot", height: this.height, tabindex: 0, role: "img" });
-    this.node = el("figure", { class: `card chart${panel.wide ? " wide" : ""}`, style: { margin: 0 } },
+    this.node = el("figure", { class: "card chart", style: { margin: 0 } },
       el("figcaption", { class: "chart-head" }, this.title(), this.value), this.helpText, this.legend, this.plot);
     this.wire();
-    const redraw = drawn(this.plot, (width) => this.draw(width));
-    on("view", redraw);
+    this.redraw = drawn(this.plot, (width) => this.draw(width));
+    on("view", this.redraw);
     on("hover", () => this.showCursor());
+  }
+
+  setWide(wide) {
+    if (wide === this.wide) return;
+    this.wide = wide;
+    this.height = wide ? 220 : 168;
+    this.node.classList.toggle("wide", wide);
+    this.plot.setAttribute("height", this.height);
+    this.redraw();
   }
 
   title() {
@@ -74,8 +104,10 @@ class LineChart {
     const found = [];
     for (const line of this.lines) {
       const xs = this.xs(line);
+      const smooth = this.isSmooth(line) && view.domain ? smoothed(line.v, line.x, view.smooth) : line.v;
       line.v.forEach((value, at) => {
         if (value === null || xs[at] < low - 1e-9 || xs[at] > high + 1e-9) return;
+        found.push(smooth[at]);
         found.push(line.lo && line.lo[at] !== null ? line.lo[at] : value, line.hi && line.hi[at] !== null ? line.hi[at] : value);
       });
     }
@@ -92,8 +124,8 @@ class LineChart {
   draw(width) {
     const domain = this.domain();
     const range = this.range(domain);
-    const yTicks = ticks(range[0], range[1], this.panel.wide ? 5 : 4);
-    const labels = yTicks.map((value) => (this.panel.unit === "fraction" ? percent(value, value * 100 % 1 ? 1 : 0) : number(value)));
+    const yTicks = ticks(range[0], range[1], this.wide ? 5 : 4);
+    const labels = yTicks.map((value) => (this.panel.unit === "fraction" ? percent(value, value * 100 % 1 ? 1 : 0) : tickText(value)));
     const left = 10 + Math.max(...labels.map((label) => label.length)) * 6.3;
     const [right, bottom] = [width - 8, this.height - PLOT_BOTTOM];
     this.sx = (value) => left + ((value - domain[0]) / (domain[1] - domain[0])) * (right - left);
@@ -114,7 +146,7 @@ class LineChart {
 
   gridParts(yTicks, labels) {
     const { left, right, bottom, domain } = this.frame;
-    const format = view.axis === "step" ? (x) => number(x - (this.stage || this.soleStage() || { offset: 0 }).offset) : seconds;
+    const format = view.axis === "step" ? (x) => tickText(x - (this.stage || this.soleStage() || { offset: 0 }).offset) : seconds;
     const places = view.axis === "step"
       ? this.stepTicks(domain, Math.max(2, Math.floor((right - left) / 62)))
       : ticks(domain[0], domain[1], Math.max(2, Math.floor((right - left) / 96)));
@@ -158,11 +190,17 @@ class LineChart {
     return parts;
   }
 
-  path(xs, values) {
+  // Lines break where a value is missing, and lines of steps where a stage begins.
+  path(line, values) {
+    const xs = this.xs(line);
     let pen = false;
+    let stage = null;
     let text = "";
     values.forEach((value, at) => {
-      if (value === null) { pen = false; return; }
+      const now = line.dots ? null : stageAt(line.x[at]);
+      if (value === null || now !== stage) pen = false;
+      stage = now;
+      if (value === null) return;
       text += `${pen ? "L" : "M"}${this.sx(xs[at]).toFixed(1)} ${this.sy(value).toFixed(1)}`;
       pen = true;
     });
@@ -173,12 +211,15 @@ class LineChart {
     const xs = this.xs(line);
     const style = { fill: "none", stroke: line.colour, "stroke-linejoin": "round", "stroke-linecap": "round" };
     if (line.v.length === 1) return svg("circle", { cx: this.sx(xs[0]), cy: this.sy(line.v[0] ?? 0), r: 3.5, style: { fill: line.colour } });
-    if (view.smooth === 0 || line.v.length < 8) return svg("path", { d: this.path(xs, line.v), "stroke-width": 1.8, style });
+    if (!this.isSmooth(line)) return svg("path", { d: this.path(line, line.v), "stroke-width": 1.8, style });
     return [
-      svg("path", { d: this.path(xs, line.v), "stroke-width": 1, opacity: 0.3, style }),
-      svg("path", { d: this.path(xs, smoothed(line.v, view.smooth)), "stroke-width": 2.1, style }),
+      svg("path", { d: this.path(line, line.v), "stroke-width": 1, opacity: 0.3, style }),
+      svg("path", { d: this.path(line, smoothed(line.v, line.x, view.smooth)), "stroke-width": 2.1, style }),
     ];
   }
+
+  // A schedule is no noise: it is drawn as it is.
+  isSmooth(line) { return !line.dots && view.smooth > 0 && line.v.length >= 8 && this.panel.id !== "learning_rate"; }
 
   dotParts(line) {
     const xs = this.xs(line);
@@ -187,7 +228,7 @@ class LineChart {
       ? svg("line", { x1: this.sx(xs[at]), x2: this.sx(xs[at]), y1: this.sy(line.lo[at]), y2: this.sy(line.hi[at]), "stroke-width": 1.4, opacity: 0.6, style }) : null);
     const dots = line.v.map((value, at) => value === null ? null
       : svg("circle", { cx: this.sx(xs[at]), cy: this.sy(value), r: xs.length > 40 ? 2 : 3.6, "stroke-width": 1.5, style: { fill: line.colour, stroke: "var(--surface)" } }));
-    return [svg("path", { d: this.path(xs, line.v), "stroke-width": 1.6, "stroke-dasharray": "1 4", "stroke-linecap": "round", style: { ...style, fill: "none" } }), whiskers, dots];
+    return [svg("path", { d: this.path(line, line.v), "stroke-width": 1.6, "stroke-dasharray": "1 4", "stroke-linecap": "round", style: { ...style, fill: "none" } }), whiskers, dots];
   }
 
   // Value of a line at the cursor, or its newest. Lines that do not reach the cursor have none.

@@ -1,7 +1,5 @@
 // Curves: every metric over steps or time, stages end to end.
 
-const FIRST_PANELS = ["reward", "accuracy"];
-
 function curves() {
   if (!DATA.panels.length) return;
   const stages = RUN.stages.filter((stage) => stage.steps > 0);
@@ -17,11 +15,9 @@ function curves() {
     el("label", { class: "field" }, "Smoothing", smooth));
   const known = DATA.panels.filter((panel) => !panel.id.startsWith("more-"));
   const more = DATA.panels.filter((panel) => panel.id.startsWith("more-"));
-  const wide = FIRST_PANELS.every((id) => known.some((panel) => panel.id === id));
-  for (const panel of known) panel.wide = wide && FIRST_PANELS.includes(panel.id);
   node.append(chartGrid(known, stages));
   if (more.length || DATA.constants.length) {
-    const fold = el("details", { class: "fold more" }, el("summary", {}, `${count(more.length + DATA.constants.length)} more metrics`));
+    const fold = el("details", { class: "fold more" }, el("summary", {}, plural(more.length + DATA.constants.length, "more metric", "more metrics")));
     fold.addEventListener("toggle", () => { if (fold.open && fold.childElementCount === 1) fold.append(chartGrid(more, stages), constantChips()); });
     node.append(fold);
   }
@@ -30,16 +26,27 @@ function curves() {
 
 function chartGrid(panels, stages) {
   const grid = el("div", { class: "charts" });
+  const charts = [];
   for (const panel of panels) {
     const split = panel.perStage && stages.length > 1;
     const made = split ? stages.map((stage) => stageChart(panel, stage)).filter(Boolean) : [new LineChart(panel, panel.series, null)];
     made.forEach((chart) => {
       grid.append(chart.node);
+      charts.push(chart);
       const lives = (stage) => chart.stage ? chart.stage.name === stage.name : chart.lines.some((line) => line.x.some((x) => x >= stage.firstX && x <= stage.lastX));
       on("stage", () => { chart.node.hidden = view.stage !== null && !lives(stages.find((stage) => stage.name === view.stage)); });
     });
   }
+  on("stage", () => widen(charts));
+  widen(charts);
   return grid;
+}
+
+// The first charts are wide, as many as it takes for the rows of three below them to be full.
+function widen(charts) {
+  const seen = charts.filter((chart) => !chart.node.hidden);
+  const wide = [0, 4, 2][seen.length % 3];
+  seen.forEach((chart, at) => chart.setWide(at < wide));
 }
 
 // The part of a panel that belongs to one stage, on a scale of its own.

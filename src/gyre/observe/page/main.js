@@ -39,13 +39,12 @@ function footer() {
     el("span", {}, "One file, made from events.jsonl. It loads nothing and sends nothing."));
 }
 
-overview();
-curves();
-timeSection();
-memorySection();
-rolloutSection();
-eventSection();
-fileSection();
-navigation();
-theme();
-footer();
+// A part that fails says so in its place; the others still stand.
+for (const part of [overview, curves, timeSection, memorySection, rolloutSection, eventSection, fileSection, navigation, theme, footer]) {
+  try {
+    part();
+  } catch (error) {
+    console.error(error);
+    document.getElementById("main").append(note(`A part of this page failed (${part.name}: ${error.message}). The run's data are in events.jsonl.`));
+  }
+}

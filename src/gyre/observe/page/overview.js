@@ -6,10 +6,10 @@ function overview() {
   const outcome = outcomeCard();
   const ring = DATA.timeline ? ringCard() : null;
   const parts = [outcome, ring].filter(Boolean);
-  if (outcome) document.getElementById("summary").textContent = lead();
+  if (DATA.outcomes.length) document.getElementById("summary").textContent = lead();
   if (parts.length) node.append(el("div", { class: parts.length === 1 ? "hero-grid single" : "hero-grid" }, parts));
   const facts = tiles();
-  if (facts.length) node.append(el("div", { class: "tiles" }, facts));
+  node.append(el("div", { class: "tiles", style: { "--columns": facts.length > 6 ? Math.ceil(facts.length / 2) : facts.length } }, facts));
 }
 
 function chips() {
@@ -50,32 +50,36 @@ const arrow = () => svg("svg", { class: "outcome-arrow", viewBox: "0 0 46 24", "
 
 // A line without axes: how accuracy came about, stage by stage.
 function pathChart(outcome) {
-  const node = svg("svg", { class: "outcome-path", height: 74, "aria-hidden": "true" });
+  const node = svg("svg", { class: "outcome-path", height: 84, "aria-hidden": "true" });
   drawn(node, (width) => {
     const xs = outcome.path.map((point) => point.x);
     const [low, high] = [Math.min(...xs), Math.max(...xs)];
     const values = outcome.path.map((point) => point.value);
     const [bottom, top] = [Math.min(...values), Math.max(...values)];
     const sx = (x) => 6 + ((x - low) / (high - low || 1)) * (width - 12);
-    const sy = (value) => 54 - ((value - bottom) / (top - bottom || 1)) * 46;
+    const sy = (value) => 64 - ((value - bottom) / (top - bottom || 1)) * 46;
+    // The last evaluation before a stage is what that stage started from.
+    const starts = stagesWithin(low, high).map((stage) => outcome.path.filter((point) => point.x < stage.firstX).pop()).filter((point) => point && point !== outcome.before);
     const line = outcome.path.map((point, at) => `${at ? "L" : "M"}${sx(point.x).toFixed(1)} ${sy(point.value).toFixed(1)}`).join("");
-    const bounds = RUN.stages.filter((stage, at) => at > 0 && stage.steps > 0 && stage.firstX > low && stage.firstX < high);
-    node.setAttribute("viewBox", `0 0 ${width} 74`);
+    node.setAttribute("viewBox", `0 0 ${width} 84`);
     const names = RUN.stages.length > 1 ? RUN.stages.filter((stage) => stage.steps > 0 && stage.lastX > low && stage.firstX <= high) : [];
     node.replaceChildren(
       svg("linearGradient", { id: "path-fill", x1: 0, x2: 0, y1: 0, y2: 1 },
         svg("stop", { offset: 0, style: { "stop-color": "var(--accent)", "stop-opacity": 0.25 } }), svg("stop", { offset: 1, style: { "stop-color": "var(--accent)", "stop-opacity": 0 } })),
-      svg("path", { d: `${line}L${sx(high)} 56L${sx(low)} 56Z`, fill: "url(#path-fill)" }),
-      ...bounds.map((stage) => svg("line", { x1: sx(stage.firstX - 0.5), x2: sx(stage.firstX - 0.5), y1: 2, y2: 56, "stroke-dasharray": "3 3", style: { stroke: "var(--muted)", opacity: 0.6 } })),
+      svg("path", { d: `${line}L${sx(high)} 66L${sx(low)} 66Z`, fill: "url(#path-fill)" }),
+      ...starts.map((point) => svg("text", { x: sx(point.x) - 7, y: sy(point.value) - 9, "text-anchor": "end", style: { fill: "var(--text)", "font-size": "13px", "font-weight": 600 } }, percent(point.value))),
+      ...stagesWithin(low, high).map((stage) => svg("line", { x1: sx(stage.firstX - 0.5), x2: sx(stage.firstX - 0.5), y1: 6, y2: 66, "stroke-dasharray": "3 3", style: { stroke: "var(--muted)", opacity: 0.6 } })),
       svg("path", { d: line, style: { fill: "none", stroke: "var(--accent)", "stroke-width": 2.4, "stroke-linejoin": "round", "stroke-linecap": "round" } }),
       ...outcome.path.map((point) => svg("circle", { cx: sx(point.x), cy: sy(point.value), r: 3.2, style: { fill: "var(--accent)", stroke: "var(--surface)", "stroke-width": 1.5 } })),
       ...names.map((stage) => {
         const [from, to] = [sx(clamp(stage.firstX, low, high)), sx(clamp(stage.lastX, low, high))];
-        return to - from < 56 ? svg("text") : svg("text", { x: (from + to) / 2, y: 71, "text-anchor": "middle", style: { fill: "var(--muted)", "font-size": "11.5px" } }, words(stage.name));
+        return to - from < 56 ? svg("text") : svg("text", { x: (from + to) / 2, y: 81, "text-anchor": "middle", style: { fill: "var(--muted)", "font-size": "11.5px" } }, words(stage.name));
       }));
   });
   return node;
 }
+
+const stagesWithin = (low, high) => RUN.stages.filter((stage, at) => at > 0 && stage.steps > 0 && stage.firstX > low && stage.firstX < high);
 
 // A run that was never evaluated still has a loss or a reward to show.
 function lossCard() {
@@ -88,8 +92,8 @@ function lossCard() {
 }
 
 function shares() {
-  const { seconds: spent, phases, unaccounted_s: rest } = DATA.timeline;
-  const outer = phases.filter((phase) => !phase.includes("/")).map((phase) => ({ name: phase, seconds: spent[phase], colour: phaseColour(phase) }));
+  const { seconds: spent, unaccounted_s: rest } = DATA.timeline;
+  const outer = DATA.timeline.outer.map((phase) => ({ name: phase, seconds: spent[phase], colour: phaseColour(phase) }));
   if (rest > 0.005 * RUN.seconds) outer.push({ name: "between phases", seconds: rest, colour: "var(--line)" });
   const total = sum(outer.map((part) => part.seconds)) || 1;
   return outer.map((part) => ({ ...part, share: part.seconds / total }));
@@ -111,7 +115,7 @@ function ringCard() {
   const label = parts.map((part) => `${part.name} ${percent(part.share, 0)}`).join(", ");
   return el("div", { class: "card ring" },
     svg("svg", { viewBox: "0 0 200 200", role: "img", "aria-label": `Share of time by phase: ${label}` }, arcs,
-      svg("text", { class: "ring-center", x: 100, y: 104, "text-anchor": "middle" }, seconds(RUN.seconds)),
+      svg("text", { class: "ring-center", x: 100, y: 104, "text-anchor": "middle", style: { "font-size": `${Math.min(27, 230 / seconds(RUN.seconds).length)}px` } }, seconds(RUN.seconds)),
       svg("text", { class: "ring-sub", x: 100, y: 123, "text-anchor": "middle" }, RUN.gaps.length ? "of running" : "wall time")),
     el("ul", { class: "share", "aria-label": "Time by phase" }, parts.map((part) =>
       el("li", {}, dot(part.colour), el("span", {}, part.name), el("span", { class: "num" }, seconds(part.seconds)), el("b", {}, percent(part.share, part.share < 0.0995 ? 1 : 0))))));
@@ -133,8 +137,9 @@ function tiles() {
   }
   const speed = last("tokens_per_second");
   if (speed) {
-    const sorted = speed.v.filter((value) => value !== null).sort((a, b) => a - b);
-    if (sorted.length) tile("Tokens per second", number(sorted[sorted.length >> 1]), "median over steps");
+    const stage = stageAt(speed.x[speed.x.length - 1]);
+    const sorted = speed.v.filter((value, at) => value !== null && stageAt(speed.x[at]) === stage).sort((a, b) => a - b);
+    if (sorted.length) tile("Tokens per second", number(sorted[sorted.length >> 1]), `median of ${stage && RUN.stages.length > 1 ? words(stage.name) : "the run"}`);
   }
   if (DATA.memory) tile("Peak device memory", bytes(peakOf("device").total), `in ${peakOf("device").phase || "the run"}`);
   tile("Counted events", count(RUN.numCounted), RUN.numCounted ? "fallbacks, drops, retries" : "nothing fell back");

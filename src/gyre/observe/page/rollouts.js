@@ -1,6 +1,7 @@
 // Rollouts: choose a step and a prompt, read what the policy wrote, token by token, and why it was scored so.
 
 const ORDERS = { "as sampled": null, "best first": (a, b) => b.mean - a.mean, "worst first": (a, b) => a.mean - b.mean, "most divided": (a, b) => b.spread - a.spread };
+const points = (score) => (score === null ? "–" : Math.abs(score) < 100 ? score.toFixed(2).replace("-", "−") : number(score));
 const GOOD_FINISH = ["stop", ""];
 
 function rolloutSection() {
@@ -42,7 +43,7 @@ class RolloutBrowser {
     this.stepName = el("output", {});
     this.slider = el("input", { type: "range", min: 0, max: this.steps.length - 1, step: 1, "aria-label": "Step", on: { input: () => this.setStep(Number(this.slider.value)) } });
     this.slider.hidden = this.steps.length < 2;
-    const order = el("select", { "aria-label": "Order of prompts", on: { change: () => { this.order = order.value; this.listGroups(); } } }, Object.keys(ORDERS).map((name) => el("option", { value: name }, name)));
+    const order = el("select", { "aria-label": "Order of prompts", on: { change: () => { this.order = order.value; this.at.group = null; this.listGroups(); } } }, Object.keys(ORDERS).map((name) => el("option", { value: name }, name)));
     this.list = el("ul", { class: "groups", "aria-label": "Prompts of this step" });
     this.main = el("div", { class: "browser-main" });
     this.node = el("div", { class: "card browser" },
@@ -74,7 +75,7 @@ class RolloutBrowser {
     this.list.replaceChildren(...groups.map((group) => el("li", {},
       el("button", { class: "group", type: "button", "aria-current": String(group === this.at.group), on: { click: () => { this.at.group = group; this.listGroups(); this.setRollout(0); } } },
         el("span", { class: "group-text" }, excerpt(group.prompt)),
-        el("span", { class: "group-dots" }, group.rollouts.map((rollout) => el("i", { style: { "--dot": this.colour(rollout.score) } })), el("span", {}, `mean ${number(group.mean)}`))))));
+        el("span", { class: "group-dots" }, group.rollouts.map((rollout) => el("i", { style: { "--dot": this.colour(rollout.score) } })), el("span", {}, `mean ${points(group.mean)}`))))));
     this.setRollout(Math.min(this.at.rollout, this.at.group.rollouts.length - 1));
   }
 
@@ -84,7 +85,7 @@ class RolloutBrowser {
     const tabs = group.rollouts.map((rollout, number_) => el("button", {
       class: "tab", type: "button", role: "tab", id: `rollout-tab-${number_}`, "aria-selected": String(number_ === at), tabindex: number_ === at ? 0 : -1, "aria-controls": "rollout-panel",
       on: { click: () => this.setRollout(number_), keydown: (event) => this.tabKey(event, number_) },
-    }, el("i", { style: { "--dot": this.colour(rollout.score) } }), `${number_ + 1}`, el("b", {}, number(rollout.score))));
+    }, el("i", { style: { "--dot": this.colour(rollout.score) } }), el("span", {}, `#${number_ + 1}`), el("b", {}, points(rollout.score))));
     this.main.replaceChildren(
       el("div", {}, el("div", { class: "block-label" }, el("span", {}, "Prompt"), group.promptCut ? el("span", {}, `${count(group.promptCut)} more characters are not on this page`) : null), el("div", { class: "prompt", tabindex: 0, role: "region", "aria-label": "Prompt" }, group.prompt)),
       el("div", { class: "tabs", role: "tablist", "aria-label": "Completions" }, tabs),
@@ -102,7 +103,7 @@ class RolloutBrowser {
 
   rolloutPanel(rollout) {
     const known = rollout.logprobs.filter((logprob) => logprob !== null);
-    const facts = [["score", number(rollout.score)], ["tokens", count(rollout.numTokens)], known.length ? ["mean log-prob", number(sum(known) / known.length)] : null].filter(Boolean);
+    const facts = [["score", points(rollout.score)], ["tokens", count(rollout.numTokens)], known.length ? ["mean log-prob", number(sum(known) / known.length)] : null].filter(Boolean);
     return el("div", { id: "rollout-panel", role: "tabpanel", "aria-labelledby": `rollout-tab-${this.at.rollout}`, style: { display: "grid", gap: "14px" } },
       el("div", { class: "facts" },
         facts.map(([name, value]) => el("span", { class: "chip" }, `${name} `, el("b", { style: { color: "var(--text)" } }, value))),
@@ -125,7 +126,7 @@ class RolloutBrowser {
       const [id, piece] = this.pieces[rollout.tokens[at]];
       const logprob = rollout.logprobs[at];
       inspect.replaceChildren(el("code", {}, visible(piece)), el("span", {}, "token ", el("b", {}, at + 1)), el("span", {}, "id ", el("b", {}, id)),
-        logprob === null ? el("span", {}, "not sampled") : [el("span", {}, "log-prob ", el("b", {}, number(logprob))), el("span", {}, "probability ", el("b", {}, percent(Math.exp(logprob), Math.exp(logprob) < 0.0995 ? 2 : 1)))]);
+        logprob === null ? el("span", {}, "not sampled") : el("span", {}, "log-prob ", el("b", {}, number(logprob))), logprob === null ? "" : el("span", {}, "probability ", el("b", {}, percent(Math.exp(logprob), Math.exp(logprob) < 0.0995 ? 2 : 1))));
       if (aloud) { announce(`token ${at + 1}: ${visible(piece)}, log-prob ${number(logprob)}`); tokens[at].scrollIntoView({ block: "nearest" }); }
     };
     box.addEventListener("pointerover", (event) => { const token = event.target.closest(".tok"); if (token) point(Number(token.dataset.at)); });
@@ -146,10 +147,10 @@ class RolloutBrowser {
 
   partsTable(rollout) {
     const tag = (outcome) => el("span", { class: `tag ${outcome === "ok" ? "ok" : outcome === "invalid" ? "warn" : "bad"}` }, outcome);
-    return el("div", { class: "scroll" }, el("table", {},
-      el("thead", {}, el("tr", {}, el("th", {}, "Reward"), el("th", { class: "r" }, "Value"), el("th", { class: "r" }, "Weight"), el("th", {}, "Why"), el("th", {}, "Outcome"))),
-      el("tbody", {}, rollout.parts.map((part) => el("tr", {}, el("td", { class: "kind" }, part.name), el("td", { class: "r" }, el("b", {}, number(part.value))), el("td", { class: "r muted" }, number(part.weight)),
-        el("td", {}, part.reason || "–"), el("td", {}, tag(part.outcome)))))));
+    return el("div", { class: "scroll" }, el("table", { class: "cards" },
+      el("thead", {}, el("tr", {}, el("th", {}, "Reward"), el("th", {}, "Outcome"), el("th", { class: "r" }, "Value"), el("th", { class: "r" }, "Weight"), el("th", {}, "Why"))),
+      el("tbody", {}, rollout.parts.map((part) => el("tr", {}, el("td", { class: "kind" }, part.name), el("td", {}, tag(part.outcome)), el("td", { class: "r", "data-label": "value" }, el("b", {}, number(part.value))),
+        el("td", { class: "r muted", "data-label": "weight" }, number(part.weight)), el("td", { class: "wide" }, part.reason || "–"))))));
   }
 }
 

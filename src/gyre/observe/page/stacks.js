@@ -77,8 +77,9 @@ class StackChart {
   }
 
   marks() {
-    return (this.options.marks || []).filter((mark) => mark.at >= this.window[0] && mark.at <= this.window[1]).flatMap((mark) => {
+    return (this.options.marks || []).filter((mark) => mark.value !== undefined || (mark.at >= this.window[0] && mark.at <= this.window[1])).flatMap((mark) => {
       if (mark.value !== undefined) {
+        if (this.sy(mark.value) < this.frame.top) return [];
         const y = this.sy(mark.value);
         return [svg("line", { class: "peak", x1: this.frame.left, x2: this.frame.right, y1: y, y2: y }),
           svg("text", { class: "peak-text", x: this.frame.right - 4, y: y - 4, "text-anchor": "end" }, mark.text)];
@@ -90,17 +91,35 @@ class StackChart {
     });
   }
 
+  numSteps(steps) {
+    const numbers = [...steps.values()];
+    return sum(numbers.map((step, at) => (at > 0 && step > numbers[at - 1] ? step - numbers[at - 1] : 1)));
+  }
+
+  // Round step numbers, each where its first column stands, none so near another that they touch.
   xLabels() {
     const [from, to] = this.window;
-    const every = Math.max(1, Math.ceil((to - from) / Math.max(1, Math.floor((this.frame.right - this.frame.left) / (this.options.labelWidth || 64)))));
-    const made = [];
-    let last = null;
-    for (let at = from; at < to; at += every) {
-      const text = this.options.short(at);
-      if (text !== last) made.push(svg("text", { x: this.sx(at + 0.5), y: this.height - 6, "text-anchor": at === from ? "start" : "middle" }, text));
-      last = text;
+    const steps = new Map();
+    for (let at = from; at < to; at += 1) {
+      const step = this.options.step(at);
+      if (step !== null && (at === from || this.options.step(at - 1) !== step)) steps.set(at, step);
     }
-    return made.slice(0, Math.max(1, made.length - (made.length > 2 && this.sx(to) - this.sx(from + (made.length - 1) * every) < 30 ? 1 : 0)));
+    const room = Math.max(1, Math.floor((this.frame.right - this.frame.left) / 72));
+    const every = [1, 2, 5, 10, 20, 25, 50, 100, 200, 250, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000].find((size) => this.numSteps(steps) / size <= room) || 1e6;
+    const made = [];
+    let end = -Infinity;
+    const entries = [...steps];
+    for (const [index, [at, step]] of entries.entries()) {
+      const next = index + 1 < entries.length && entries[index + 1][1] > step ? entries[index + 1][1] : step + 1;
+      const round = Math.ceil(step / every) * every; // a column may stand for several steps
+      if (round >= next) continue;
+      const text = `step ${count(round)}`;
+      const [x, half] = [this.sx(at + 0.5), text.length * 3.1];
+      if (x - half < Math.max(end + 10, this.frame.left - 8) || x + half > this.frame.width) continue;
+      made.push(svg("text", { x, y: this.height - 6, "text-anchor": "middle" }, text));
+      end = x + half;
+    }
+    return made;
   }
 
   zoom(from, to) {
@@ -169,7 +188,7 @@ function perStepCard() {
   const where = el("p", {});
   const unit = columns.size > 1 ? `mean of each ${columns.size} steps` : "each step";
   const chart = new StackChart(parts, {
-    format: seconds, label: (at) => stepName(columns.x[at]), short: (at) => number(columns.x[at] - (stageAt(columns.x[at]) || { offset: 0 }).offset), marks: stageMarks(columns.x),
+    format: seconds, height: 268, label: (at) => stepName(columns.x[at]), step: (at) => stageStep(columns.x[at]), marks: stageMarks(columns.x),
     describe: `Seconds per step by phase, ${columns.x.length} columns. Arrow keys read values.`,
     onhover: (at) => { legend.show(at); where.textContent = at === null ? unit : `${stepName(columns.x[at])}: ${seconds(chart.total(at))}`; },
   });
@@ -187,20 +206,25 @@ function overlapCard() {
     { name: "waited for", colour: cssColour(8), values: open, total: Math.max(0, total.rule_s - total.hidden_s) },
   ];
   const whole = sum(parts.map((part) => part.total)) || 1;
-  const legend = stackLegend(parts, seconds);
   const where = el("p", {});
+  const values = parts.map(() => [el("span", { class: "num" }), el("b", {})]);
+  const show = (at) => {
+    const now = parts.map((part) => (at === null ? part.total : part.values[at]));
+    const all = sum(now) || 1;
+    values.forEach(([spent, share], part) => { spent.textContent = seconds(now[part]); share.textContent = percent(now[part] / all, 0); });
+    where.textContent = at === null ? `${seconds(total.rule_s)} of rules in all` : stepName(data.x[at]);
+  };
   const chart = data.x.length > 1 ? new StackChart(parts, {
-    height: 150, format: seconds, label: (at) => stepName(data.x[at]), short: (at) => number(data.x[at] - (stageAt(data.x[at]) || { offset: 0 }).offset),
+    height: 158, format: seconds, label: (at) => stepName(data.x[at]), step: (at) => stageStep(data.x[at]), onhover: show,
     describe: "Seconds of rule rewards per step, by what hid them. Arrow keys read values.",
-    onhover: (at) => { legend.show(at); where.textContent = at === null ? `${seconds(total.rule_s)} of rules in all` : stepName(data.x[at]); },
   }) : null;
+  show(null);
   return el("div", { class: "card" },
     el("div", { class: "card-head" }, el("h3", {}, `${percent(total.rule_s ? total.hidden_s / total.rule_s : 1, 0)} of the rules' time was hidden`), where),
     el("div", { class: "bar", role: "img", "aria-label": parts.map((part) => `${part.name}: ${seconds(part.total)}`).join(", ") },
       parts.filter((part) => part.total > 0).map((part) => el("i", { style: { "--dot": part.colour, flex: `${part.total / whole} 0 0` } }))),
-    el("ul", { class: "share", style: { margin: "12px 0 4px" } }, parts.map((part) =>
-      el("li", {}, dot(part.colour), el("span", {}, part.name), el("span", { class: "num" }, seconds(part.total)), el("b", {}, percent(part.total / whole, 0))))),
-    chart ? [legend.node, chart.plot] : null);
+    el("ul", { class: "share", style: { margin: "12px 0 4px" } }, parts.map((part, at) => el("li", {}, dot(part.colour), el("span", {}, part.name), values[at]))),
+    chart ? chart.plot : null);
 }
 
 function memorySection() {
@@ -234,20 +258,82 @@ function memoryParts(memory, tier) {
     for (const row of rows) { row.now.textContent = bytes(row.part.values[at]); row.share.textContent = percent(row.part.values[at] / total, 0); }
     allNow.textContent = bytes(sum(parts.map((part) => part.values[at])));
   };
-  const reset = el("button", { class: "btn", type: "button", hidden: true, on: { click: () => chart.zoom(0, chart.size) } }, "Reset zoom");
+  const reset = el("button", { class: "btn", type: "button", hidden: true, on: { click: () => chart.zoom(0, chart.size) } }, "Whole run");
   const chart = new StackChart(parts, {
-    height: 300, format: bytes, ticks: byteTicks, label: place, labelWidth: 90, line,
-    short: (at) => (memory.step[at] === null ? memory.phase[at] : `step ${memory.step[at]}`),
+    height: 300, format: bytes, ticks: byteTicks, label: place, line, step: (at) => memory.step[at],
     ribbon: (at) => (memory.phase[at] ? phaseColour(memory.phase[at]) : null),
     marks: [{ at: peak.at, value: peak.total, text: `peak ${bytes(peak.total)}` }, ...RUN.stages.slice(1).map((stage) => ({ at: memory.stage.indexOf(stage.name), text: words(stage.name) })).filter((mark) => mark.at > 0)],
     describe: `Bytes on the ${tier} by owner; peak ${bytes(peak.total)} at ${place(peak.at)}. Arrow keys read values.`,
-    onhover: show, onzoom: (zoomed) => { reset.hidden = !zoomed; },
+    onhover: show, onzoom: (zoomed) => { reset.hidden = !zoomed; strip?.show(); },
   });
+  const strip = chart.size > 60 ? new MemoryStrip(parts, chart) : null;
+  if (strip) chart.zoom(...fewSteps(memory));
   const phases = [...new Set(memory.phase)].filter(Boolean);
   const table = el("table", { class: "owners" }, el("thead", {}, el("tr", {}, head)),
     el("tbody", {}, rows.slice().reverse().map((row) => el("tr", {}, el("td", {}, dot(row.part.colour), " ", el("span", { class: "mono", style: { "font-size": "12.5px" } }, row.part.name)), row.now, row.share)),
       el("tr", {}, el("td", {}, "all"), el("td", { class: "r" }, allNow), el("td", {}))));
   show(null);
   return [el("div", { class: "memory" },
-    el("div", {}, chart.plot, el("div", { class: "legend" }, phases.map((phase) => el("span", {}, dot(phaseColour(phase)), phase)), line ? el("span", {}, "┄ all that the device has") : null, reset)), table)];
+    el("div", {}, strip ? strip.plot : null, chart.plot, el("div", { class: "legend" }, phases.map((phase) => el("span", {}, dot(phaseColour(phase)), phase)), line ? el("span", {}, "┄ all that the device has") : null, reset)), table)];
+}
+
+// Boundaries of a few steps from the middle of the last stage, where each phase can be seen.
+function fewSteps(memory) {
+  const last = memory.stage.indexOf(memory.stage[memory.stage.length - 1]);
+  const middle = last + Math.floor((memory.phase.length - last) / 2);
+  const first = Math.max(last, memory.step.indexOf(memory.step[middle], last));
+  return [first, Math.min(memory.phase.length, first + 20)];
+}
+
+// The whole run above the chart: peaks of neighbouring boundaries, and a window that moves the chart.
+class MemoryStrip {
+  constructor(parts, chart) {
+    this.parts = parts;
+    this.chart = chart;
+    this.plot = svg("svg", { class: "plot memory-strip", height: 46, "aria-hidden": "true" });
+    drawn(this.plot, (width) => this.draw(width));
+    const move = (event) => {
+      const box = this.plot.getBoundingClientRect();
+      const [from, to] = chart.window;
+      const size = to - from;
+      const start = clamp(Math.round(((event.clientX - box.left) / box.width) * chart.size - size / 2), 0, chart.size - size);
+      chart.zoom(start, start + size);
+    };
+    this.plot.addEventListener("pointerdown", (event) => { this.plot.setPointerCapture(event.pointerId); move(event); });
+    this.plot.addEventListener("pointermove", (event) => { if (event.buttons) move(event); });
+  }
+
+  draw(width) {
+    const { size } = this.chart;
+    const columns = Math.min(size, Math.max(1, Math.floor(width / 3)));
+    const totals = Array.from({ length: size }, (_, at) => sum(this.parts.map((part) => part.values[at])));
+    const peaks = Array.from({ length: columns }, (_, column) => {
+      const [from, to] = [Math.floor((column * size) / columns), Math.floor(((column + 1) * size) / columns)];
+      let best = from;
+      for (let at = from; at < to; at += 1) if (totals[at] > totals[best]) best = at;
+      return best;
+    });
+    const high = Math.max(...totals) || 1;
+    const base = new Array(columns).fill(0);
+    this.width = width;
+    this.window = svg("rect", { class: "window", y: 7, height: 38, rx: 4 });
+    this.plot.setAttribute("viewBox", `0 0 ${width} 46`);
+    this.plot.replaceChildren(...this.parts.map((part) => {
+      const text = peaks.map((at, column) => {
+        const [low, top] = [base[column], base[column] + part.values[at]];
+        base[column] = top;
+        const [x1, x2, y1, y2] = [(column / columns) * width, ((column + 1) / columns) * width + 0.3, 43 - (low / high) * 33, 43 - (top / high) * 33];
+        return top > low ? `M${x1.toFixed(1)} ${y1.toFixed(1)}V${y2.toFixed(1)}H${x2.toFixed(1)}V${y1.toFixed(1)}Z` : "";
+      }).join("");
+      return svg("path", { d: text, opacity: 0.75, style: { fill: part.colour } });
+    }), this.window);
+    this.show();
+  }
+
+  show() {
+    if (!this.window) return;
+    const [from, to] = this.chart.window.map((at) => (at / this.chart.size) * this.width);
+    this.window.setAttribute("x", clamp(from, 1, this.width - 7));
+    this.window.setAttribute("width", Math.max(6, to - from - 2));
+  }
 }

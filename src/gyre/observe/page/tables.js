@@ -1,7 +1,7 @@
 // Tables: what fell back, was dropped or tried again; and the files that say what was asked and decided.
 
 function eventSection() {
-  const node = section("events", "Fallbacks, drops, retries", `Nothing happens silently: of ${count(RUN.numEvents)} events, ${RUN.numCounted ? `${count(RUN.numCounted)} are counted here` : "none is of these kinds"}.`);
+  const node = section("events", "Fallbacks, drops, retries", `Nothing happens silently: of ${plural(RUN.numEvents, "event", "events")}, ${RUN.numCounted ? `${plural(RUN.numCounted, "is", "are")} counted here` : "none is of these kinds"}.`);
   const card = el("div", { class: "card" });
   node.append(card);
   if (!DATA.counted.length)
@@ -19,8 +19,8 @@ function countedTable() {
   const rows = DATA.counted.map((entry) => el("tr", {},
     el("td", { class: "kind" }, entry.kind), el("td", { class: "r" }, el("b", {}, count(entry.count))),
     el("td", { class: "r muted" }, entry.first === entry.last ? seconds(entry.first) : `${seconds(entry.first)} – ${seconds(entry.last)}`),
-    el("td", {}, exampleList(entry))));
-  return el("table", {}, el("thead", {}, el("tr", {}, el("th", {}, "Kind"), el("th", { class: "r" }, "Count"), el("th", { class: "r" }, "When"), el("th", {}, "What it said"))), el("tbody", {}, rows));
+    el("td", { class: "wide" }, exampleList(entry))));
+  return el("table", { class: "cards" }, el("thead", {}, el("tr", {}, el("th", {}, "Kind"), el("th", { class: "r" }, "Count"), el("th", { class: "r" }, "When"), el("th", {}, "What it said"))), el("tbody", {}, rows));
 }
 
 function exampleList(entry) {

@@ -5,14 +5,14 @@ const RULER = 22;
 
 function timeSection() {
   if (!DATA.timeline && !DATA.overlap) return;
-  const node = section("time", "Where the time went", "Each bar is one phase. Drag to move, pinch or hold Ctrl and scroll to zoom, arrow keys step from bar to bar.");
+  const node = section("time", "Where the time went", "Each bar is one phase. Drag to move, Ctrl and scroll to zoom; arrow keys step from bar to bar.");
   const stack = el("div", { class: "stack" });
   node.append(stack);
   if (DATA.timeline) stack.append(new Timeline(DATA.timeline).node);
   const pair = [DATA.timeline ? perStepCard() : null, overlapCard()].filter(Boolean);
   if (pair.length) stack.append(el("div", { class: pair.length > 1 ? "pair" : "stack" }, pair));
   for (const text of DATA.timeline ? DATA.timeline.notes : []) node.append(note(text));
-  for (const gap of RUN.gaps) node.append(note(`${seconds(gap)} between two attempts are cut out of all times.`));
+  for (const gap of RUN.gaps) node.append(note(`${seconds(gap)} between two attempts, lost work included, are cut out of all times.`));
 }
 
 class Timeline {
@@ -24,7 +24,7 @@ class Timeline {
     this.window = this.firstWindow();
     this.selected = null;
     this.strip = el("canvas", { class: "strip", "aria-hidden": "true" });
-    const spent = data.phases.filter((phase) => !phase.includes("/")).map((phase) => `${phase} ${seconds(data.seconds[phase])}`).join(", ");
+    const spent = data.outer.map((phase) => `${phase} ${seconds(data.seconds[phase])}`).join(", ");
     this.canvas = el("canvas", { class: "detail", tabindex: 0, role: "img", "aria-label": `Timeline of phases: ${spent}. Arrow keys step from bar to bar, plus and minus zoom, 0 shows all.` });
     this.readout = el("div", { class: "readout" });
     const button = (text, label, act) => el("button", { class: "btn", type: "button", "aria-label": label, on: { click: act } }, text);
@@ -43,7 +43,9 @@ class Timeline {
   firstWindow() {
     const steps = this.spans.filter((span) => span.depth === 0 && span.x >= 0);
     if (steps.length < 12) return [0, this.end];
-    const xs = [...new Set(steps.map((span) => span.x))];
+    const inner = new Set(this.spans.filter((span) => span.depth > 0 && span.x >= 0).map((span) => span.x));
+    const all = [...new Set(steps.map((span) => span.x))];
+    const xs = inner.size ? all.filter((x) => inner.has(x)) : all;
     const stage = RUN.stages.filter((known) => known.steps > 0).pop();
     const last = stage ? xs.filter((x) => x >= stage.firstX && x <= stage.lastX) : xs;
     const middle = (last.length ? last : xs)[Math.floor((last.length || xs.length) / 2)];
@@ -57,6 +59,7 @@ class Timeline {
     const width = clamp(to - from, Math.min(this.end, 0.002), this.end);
     const start = clamp(from, 0, this.end - width);
     this.window = [start, start + width];
+    if (!this.selected) this.show(null);
     this.redraw();
   }
 
@@ -145,7 +148,7 @@ class Timeline {
       const x = Math.round(this.sx(t)) + 0.5;
       context.strokeStyle = this.ink.grid;
       context.beginPath(); context.moveTo(x, RULER - 4); context.lineTo(x, height); context.stroke();
-      const text = to - from < 8 && t % 1 ? `${t.toFixed(to - from < 0.8 ? 2 : 1)} s` : seconds(t);
+      const text = moment(t, marks.length > 1 ? marks[1] - marks[0] : 1);
       const half = context.measureText(text).width / 2;
       context.fillStyle = this.ink.muted;
       if (x - half >= this.left - 2 && x + half <= width) context.fillText(text, x - half, 9);
@@ -169,8 +172,8 @@ class Timeline {
       context.fill();
       context.globalAlpha = 1;
       if (span === this.selected) { context.strokeStyle = this.ink.text; context.lineWidth = 2; context.stroke(); }
-      const text = w > 34 ? this.fit(context, seconds(span.length), w - 10) : "";
-      if (text) { context.fillStyle = this.ink.surface; context.fillText(text, Math.max(x, this.left) + 6, y + h / 2 + 0.5); }
+      const [shownFrom, text] = [Math.max(x, this.left), seconds(span.length)];
+      if (context.measureText(text).width + 12 <= Math.min(x + w, width) - shownFrom) { context.fillStyle = this.ink.surface; context.fillText(text, shownFrom + 6, y + h / 2 + 0.5); }
     }
     context.restore();
   }
@@ -200,10 +203,10 @@ class Timeline {
     this.selected = span;
     if (span === null) {
       const [from, to] = this.window;
-      this.readout.replaceChildren(el("span", {}, "Window ", el("b", {}, `${seconds(from)} – ${seconds(to)}`), ` of ${seconds(this.end)}`));
+      this.readout.replaceChildren(el("span", {}, "Window ", el("b", {}, `${moment(from, (to - from) / 20)} – ${moment(to, (to - from) / 20)}`), ` of ${moment(this.end, 1)}`));
     } else {
       this.readout.replaceChildren(dot(phaseColour(span.phase)), el("b", {}, span.phase), el("span", {}, seconds(span.length)),
-        el("span", {}, span.x >= 0 ? stepName(span.x) : words(span.stage)), el("span", {}, `began at ${seconds(span.start)}`));
+        el("span", {}, span.x >= 0 ? stepName(span.x) : words(span.stage)), el("span", {}, `began at ${moment(span.start, 0.01)}`));
     }
   }
 

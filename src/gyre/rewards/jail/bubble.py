@@ -14,6 +14,7 @@ from typing import Any
 from gyre.rewards.jail import kernel, program, view
 
 _PAYLOAD_FD, _FILTER_FD = 3, 4
+OWN_PROCESSES = 2  # bwrap outside and inside; they count among the run's
 _PACKAGE = "/gyre-jail"  # where the program's starter is shown
 
 
@@ -31,6 +32,11 @@ def command(limits: dict[str, Any], folders: list[str]) -> list[str]:
     words += ["--remount-ro", "/", "--chdir", view.WORK]
     python = [sys.executable, "-S", "-s", "-P", "-B", f"{inside}/bubble.py"]
     return [*words, *python, json.dumps(limits)]
+
+
+def exit_code(code: int) -> int:
+    """bwrap ends with 128 + n where its program was ended by signal n."""
+    return 128 - code if code > 128 else code
 
 
 def main(limits: dict[str, Any]) -> None:

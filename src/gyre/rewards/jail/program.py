@@ -62,16 +62,24 @@ def limit_for_all() -> None:
         (resource.RLIMIT_MSGQUEUE, 0),
         (resource.RLIMIT_MEMLOCK, 0),
     ):
-        resource.setrlimit(which, (most, most))
+        _limit(which, most, most)
 
 
 def limit(limits: dict[str, Any], *, processes: int) -> None:
     """Kernel limits per process. The sums over all processes are watched by jail.watch."""
     cpu_s = math.ceil(limits["cpu_s"])
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))  # SIGXCPU, then SIGKILL
-    resource.setrlimit(resource.RLIMIT_AS, (limits["memory_bytes"], limits["memory_bytes"]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limits["file_bytes"], limits["file_bytes"]))
-    resource.setrlimit(resource.RLIMIT_NPROC, (processes, processes))
+    _limit(resource.RLIMIT_CPU, cpu_s, cpu_s + 1)  # SIGXCPU, then SIGKILL
+    _limit(resource.RLIMIT_AS, limits["memory_bytes"], limits["memory_bytes"])
+    _limit(resource.RLIMIT_FSIZE, limits["file_bytes"], limits["file_bytes"])
+    _limit(resource.RLIMIT_NPROC, processes, processes)
+
+
+def _limit(which: int, soft: int, hard: int) -> None:
+    """Never above the ceiling that Gyre itself was started with."""
+    ceiling = resource.getrlimit(which)[1]
+    if ceiling != resource.RLIM_INFINITY:
+        soft, hard = min(soft, ceiling), min(hard, ceiling)
+    resource.setrlimit(which, (soft, hard))
 
 
 def lock_in(limits: dict[str, Any], call_filter: kernel.CallFilter) -> None:
@@ -105,7 +113,7 @@ def run(payload: dict[str, Any], stage: Stage) -> NoReturn:
         exec(compile(source, stage.path, "exec", dont_inherit=True), stage.main.__dict__)
     except SystemExit as leave:
         code = _exit_code(leave)
-    except BaseException as error:  # noqa: BLE001: the program's own fault, told on its own stderr
+    except BaseException as error:  # noqa: BLE001 - the program's own fault, told on its own stderr
         error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
         sys.excepthook(type(error), error, error.__traceback__)
         code = 1
@@ -136,6 +144,6 @@ def _finish(code: int) -> int:
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
-    except BaseException:  # noqa: BLE001: a broken stream or a raising exit function is exit code 120, as in Python
+    except BaseException:  # noqa: BLE001 - a broken stream or a raising exit function is exit code 120, as in Python
         return code or 120
     return code

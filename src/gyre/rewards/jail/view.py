@@ -1,4 +1,4 @@
-"""View: the file system that programs see. In: folders to show read-only. Out: a new root, and per run a private work folder.
+"""View: the file system that programs see. In: folders to show read-only. Out: a new root; per run a work folder.
 
     /usr /bin /lib … + Python's own folder   the system, read-only
     /dev                                     null, zero, full, random, urandom; /dev/shm is /work

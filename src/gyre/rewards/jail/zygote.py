@@ -6,7 +6,7 @@
 The zygote never sees a program: source and input arrive as open files that only the program's process reads, and
 output goes through pipes to the client. So no fork can find anything of another run in its memory. One run at a time.
 When the client goes, so does the zygote, and with it (strong mode) its whole process namespace.
-argv: mode, socket number, folders to show. Caller: rewards.executors.
+argv: mode, socket number, path of bwrap, folders to show. Caller: rewards.executors.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class Jail:
     """How programs are locked in."""
 
     mode: str  # "strong", "bubblewrap" or "weak"
+    bwrap: str  # path, for bubblewrap
     folders: list[str]  # shown read-only beside the system
     stage: program.Stage | None  # strong: put up once, in the zygote
     call_filter: kernel.CallFilter | None  # strong and bubblewrap
@@ -53,7 +54,7 @@ class Jail:
         return self.mode == "strong"
 
 
-def main(mode: str, socket_fd: int, folders: list[str]) -> NoReturn:
+def main(mode: str, socket_fd: int, bwrap: str, folders: list[str]) -> NoReturn:
     """Set up, say how, then serve until the client hangs up."""
     client = socket.socket(fileno=socket_fd)
     sys.executable = os.path.realpath(sys.executable)
@@ -72,7 +73,7 @@ def main(mode: str, socket_fd: int, folders: list[str]) -> NoReturn:
         os.environ.update({"HOME": view.WORK, "TMPDIR": view.WORK})
         stage = program.Stage(view.WORK)
         stage.set_up()
-    jail = Jail(mode=mode, folders=folders, stage=stage, call_filter=call_filter)
+    jail = Jail(mode=mode, bwrap=bwrap, folders=folders, stage=stage, call_filter=call_filter)
     client.send(marshal.dumps({"ok": True, "note": note}))
     gc.collect()
     gc.disable()
@@ -144,6 +145,8 @@ def _serve_one(client: socket.socket, jail: Jail) -> bool:
     if len(files) != 4:  # a wish to end a run that had just ended
         return True
     limits = marshal.loads(message)
+    if jail.mode == "bubblewrap":
+        limits["processes"] += bubble.OWN_PROCESSES
     started_s, cpu_before_s = time.monotonic(), watch.children_cpu_s()
     stage = jail.stage or program.Stage(_make_folder() if jail.mode == "weak" else view.WORK)
     child = _fork(limits, files, stage, jail)
@@ -155,8 +158,9 @@ def _serve_one(client: socket.socket, jail: Jail) -> bool:
         watch.end_descendants()
     if jail.mode == "weak":
         _remove(stage.folder)
+    code = os.waitstatus_to_exitcode(status)
     ended = {
-        "code": os.waitstatus_to_exitcode(status),
+        "code": bubble.exit_code(code) if jail.mode == "bubblewrap" else code,
         "reason": reason,
         "cpu_s": watch.children_cpu_s() - cpu_before_s,
         "wall_s": time.monotonic() - started_s,
@@ -195,14 +199,14 @@ def _become_program(limits: dict[str, Any], files: list[int], stage: program.Sta
             assert jail.call_filter is not None
             jail.call_filter.open_at(4)
             os.set_inheritable(payload_fd, True)
-            os.execvp("bwrap", bubble.command(limits, jail.folders))
+            os.execv(jail.bwrap, bubble.command(limits, jail.folders))
         else:
             kernel.die_with_parent(signal.SIGKILL)
             stage.set_up()
             os.environ.update({"HOME": stage.folder, "TMPDIR": stage.folder})
             program.limit(limits, processes=_processes_of_user() + limits["processes"])
         program.run(program.read_payload(payload_fd), stage)
-    except BaseException as error:  # noqa: BLE001: a fork must never return into the zygote's loop
+    except BaseException as error:  # noqa: BLE001 - a fork must never return into the zygote's loop
         os.write(2, f"the sandbox could not start the program: {error!r}\n".encode())
     finally:
         os._exit(125)
@@ -291,4 +295,4 @@ def _processes_of_user() -> int:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3:])
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4:])

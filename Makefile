@@ -1,0 +1,47 @@
+# demo: the main job. test: what a newcomer runs. test-all: every real part. All of them make and fill .venv first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+GYRE := $(BIN)/gyre
+DEMO_RUN := runs/arith_grpo_cpu
+
+.PHONY: demo install install-dev test test-all check gpu-test bench clean
+
+demo: install
+	$(GYRE) train configs/arith_grpo_cpu.toml --check-goal
+
+install: $(VENV)/.installed
+
+install-dev: $(VENV)/.installed-dev
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,data,track]'
+	touch $@
+
+check: install-dev
+	$(BIN)/ruff check src tests bench
+	$(BIN)/ruff format --check src tests bench
+	$(BIN)/lint-imports
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+test: check
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-all: check
+	$(BIN)/python -m pytest -m "not gpu"
+
+gpu-test:
+	python3 -m pytest -m gpu tests/gpu
+
+bench: install
+	$(BIN)/python bench/sandbox.py
+	$(BIN)/python bench/engine_cpu.py
+	$(BIN)/python bench/grpo_step.py
+
+clean:
+	rm -rf $(VENV) runs

@@ -1,0 +1,75 @@
+"""Record: the one shape in which every bench speaks. In: our number, the peer's, the limit, settings. Out: a printed
+line or JSON, and with --record a file under bench/records/ with commit, date, hardware and versions. Callers: bench/*.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from gyre.observe.hardware import describe_hardware
+
+RECORDS = Path(__file__).parent / "records"
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=description)
+    made.add_argument("--json", action="store_true", help="print one JSON object")
+    made.add_argument("--record", action="store_true", help="write bench/records/NAME.json")
+    return made
+
+
+def kept_peer(name: str) -> dict[str, Any] | None:
+    """The peer of an earlier record, marked as such."""
+    path = RECORDS / f"{name}.json"
+    if not path.is_file():
+        return None
+    record = json.loads(path.read_text())
+    return {**record["peer"], "kept_from": record["date"]} if record.get("peer") else None
+
+
+def say(
+    args: argparse.Namespace,
+    *,
+    name: str,
+    unit: str,
+    ours: float,
+    peer: dict[str, Any] | None,
+    limit: float | None,
+    settings: dict[str, Any],
+    detail: dict[str, Any] | None = None,
+) -> None:
+    result = {"name": name, "unit": unit, "ours": ours, "peer": peer, "limit": limit, "settings": settings}
+    result["detail"] = detail or {}
+    if args.record:
+        RECORDS.mkdir(exist_ok=True)
+        (RECORDS / f"{name}.json").write_text(json.dumps({**result, **circumstances()}, indent=2) + "\n")
+    if args.json:
+        print(json.dumps(result))
+        return
+    print(f"{name}: ours {ours:.4g} {unit}")
+    if peer is not None:
+        kept = f" (kept from {peer['kept_from']})" if "kept_from" in peer else ""
+        print(f"  peer {peer['name']}: {peer['value']:.4g} {unit}{kept}; ours / peer = {ours / peer['value']:.3f}")
+    if limit is not None:
+        print(f"  limit: {limit:.4g} {unit}")
+    for key, value in (detail or {}).items():
+        print(f"  {key}: {value}")
+
+
+def circumstances() -> dict[str, Any]:
+    """Commit, date, hardware, versions: what a number means nothing without."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    facts = describe_hardware()
+    packages = ("torch", "numpy", "transformers")
+    return {
+        "commit": commit,
+        "date": datetime.date.today().isoformat(),
+        "hardware": {key: facts[key] for key in ("cpu", "cores", "flags", "memory_bytes", "gpus", "kernel", "python")},
+        "versions": {package: importlib.metadata.version(package) for package in packages},
+    }

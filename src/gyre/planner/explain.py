@@ -1,0 +1,109 @@
+"""Explain: a plan as plain text tables — each number and what forced it, and memory by phase and owner. Pure.
+
+In: Plan. Out: text of at most WIDTH columns where words allow. Callers: `gyre plan`, the start of `gyre train`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gyre.planner.plan import Plan
+from gyre.vram.refusals import words
+
+WHERE = {"device": "", "host": " (host)", "disk": " (disk)"}
+
+
+def explain(plan: Plan) -> str:
+    """The whole plan for people."""
+    parts = [
+        ("What runs", _table(("name", "value", "why"), _machine_rows(plan))),
+        ("Sizes", _table(("name", "value", "unit", "why"), _size_rows(plan))),
+        ("Memory by phase", _table(_phase_head(plan), _phase_rows(plan))),
+        ("Components", _table(("name", "bytes", "where from", "leaves to"), _component_rows(plan))),
+    ]
+    text = "\n\n".join(f"{title}\n{table}" for title, table in parts)
+    if plan.notes:
+        text += "\n\nNotes\n" + "\n".join(f"- {note}" for note in plan.notes)
+    return text + "\n"
+
+
+def _machine_rows(plan: Plan) -> list[tuple[str, ...]]:
+    values = {
+        "objective": plan.objective,
+        "device": plan.device,
+        "dtype": plan.dtype,
+        "threads": str(plan.threads),
+        "residency": plan.residency,
+        "device_budget_bytes": words(plan.device_budget_bytes),
+        "host_budget_bytes": words(plan.host_budget_bytes),
+        "disk_budget_bytes": words(plan.disk_budget_bytes),
+    }
+    return [(name, value, plan.reasons.get(name, "given")) for name, value in values.items()]
+
+
+def _size_rows(plan: Plan) -> list[tuple[str, ...]]:
+    sizes, derived = plan.sizes, plan.derived
+    product = f"{sizes.prompts_per_step} × {sizes.completions_per_prompt}"
+    rows: list[tuple[str, int, str, str]] = [
+        ("prompts_per_step", sizes.prompts_per_step, "prompts", ""),
+        ("completions_per_prompt", sizes.completions_per_prompt, "completions", ""),
+        ("sequences_per_update", sizes.sequences_per_update, "sequences", ""),
+        ("tokens_per_chunk", sizes.tokens_per_chunk, "tokens", ""),
+        ("sequences_per_step", derived.sequences_per_step, "sequences", product),
+        ("updates_per_step", derived.updates_per_step, "updates", "sequences / sequences_per_update, times epochs"),
+        ("longest_sequence", derived.longest_sequence_tokens, "tokens", "longest prompt + longest completion"),
+        (
+            "tokens_per_step, expected",
+            derived.expected_tokens_per_step,
+            "tokens",
+            "completions half as long as allowed",
+        ),
+        ("tokens_per_step, most", derived.most_tokens_per_step, "tokens", "all sequences of full length"),
+        ("chunks_per_update, most", derived.chunks_per_update, "chunks", "whole sequences of full length per chunk"),
+    ]
+    if plan.kv_pages:
+        rows += [
+            ("max_running", plan.max_running, "completions", ""),
+            ("page_tokens", plan.page_tokens, "tokens", ""),
+            ("kv_pages", plan.kv_pages, "pages", ""),
+        ]
+    return [(name, f"{value:,}", unit, why or plan.reasons.get(name, "given")) for name, value, unit, why in rows]
+
+
+def _phase_head(plan: Plan) -> tuple[str, ...]:
+    return ("owner", *(phase.phase for phase in plan.phases))
+
+
+def _phase_rows(plan: Plan) -> list[tuple[str, ...]]:
+    rows = []
+    for component in plan.components:
+        cells = []
+        for phase in plan.phases:
+            held = {"device": phase.device, "host": phase.host, "disk": phase.disk}
+            places = [tier for tier, owners in held.items() if component.name in owners]
+            cells.append(words(component.size_bytes) + WHERE[places[0]] if places else "–")
+        rows.append((component.name, *cells))
+    totals = (
+        ("working memory", [phase.working_bytes for phase in plan.phases]),
+        ("device, peak", [phase.peak_device_bytes for phase in plan.phases]),
+        ("host, peak", [phase.peak_host_bytes for phase in plan.phases]),
+        ("copied on entering", [phase.moved_bytes for phase in plan.phases]),
+    )
+    return rows + [(name, *(words(value) for value in values)) for name, values in totals]
+
+
+def _component_rows(plan: Plan) -> list[tuple[str, ...]]:
+    return [
+        (c.name, words(c.size_bytes), c.formula, " or ".join("destroyed" if t == "none" else t for t in c.leave) or "–")
+        for c in plan.components
+    ]
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+
+    def line(row: Sequence[str]) -> str:
+        return ("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip()
+
+    rule = "  " + "  ".join("─" * width for width in widths)
+    return "\n".join([line(head), rule, *(line(row) for row in rows)])

@@ -1,0 +1,41 @@
+"""Hardware: reads what this machine offers right now, for the planner. In: the folder of the disk tier, or None.
+Out: Hardware. Callers: `wire`, `gyre plan`, `gyre doctor`. The only file of this room that looks at the world."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+
+import torch
+
+from gyre.observe.hardware import describe_hardware
+from gyre.planner.plan import Hardware
+from gyre.vram.probe import read_device, read_host
+
+
+def read_hardware(disk_folder: Path | None = None) -> Hardware:
+    facts = describe_hardware()
+    host = read_host()
+    on_cuda = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+    reading = read_device(device)
+    quota = facts["cores_quota"]
+    cores = facts["cores"] if quota is None else min(facts["cores"], max(1, math.floor(quota)))
+    return Hardware(
+        device="cuda" if on_cuda else "cpu",
+        device_name=torch.cuda.get_device_name(device) if on_cuda else facts["cpu"] or "CPU",
+        device_total_bytes=reading.total_bytes,
+        device_free_bytes=reading.free_bytes,
+        host_total_bytes=host.total_bytes,
+        host_available_bytes=host.available_bytes,
+        disk_free_bytes=_disk_free(disk_folder) if disk_folder is not None else 0,
+        cores=cores,
+        bf16=torch.cuda.is_bf16_supported() if on_cuda else facts["flags"]["bf16"],
+    )
+
+
+def _disk_free(folder: Path) -> int:
+    """Of the nearest folder that exists already."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    return shutil.disk_usage(there).free

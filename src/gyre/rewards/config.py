@@ -1,0 +1,263 @@
+"""Config of the rewards room: which parts a score has, how they run. In: a `[rewards]` table. Callers: runconfig, wire.
+
+[[rewards.parts]]
+kind = "answer"
+
+[[rewards.parts]]
+kind = "format"
+weight = 0.2
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from gyre.core.config import Section
+
+FORMS = ("tag", "boxed", "hash")
+
+
+class _Part(Section):
+    weight: float = 1.0
+    """Factor of this part in the score. A negative one makes it a penalty."""
+
+    name: str = ""
+    """Name in scores, curves and events; empty: the kind."""
+
+    limit_s: float = Field(default=5.0, gt=0.0)
+    """Longest time in seconds for one completion; past it the part is 0 with outcome "timeout"."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def name_after_kind(cls, values: Any) -> Any:
+        kind = cls.model_fields.get("kind")
+        if isinstance(values, dict) and not values.get("name") and kind is not None:
+            return {**values, "name": kind.default}
+        return values
+
+    @property
+    def total_limit_s(self) -> float:
+        """Seconds until the worker of a check is killed."""
+        return self.limit_s
+
+    def for_check(self) -> dict[str, Any]:
+        """What the worker's check needs, as plain data."""
+        return self.model_dump(mode="json")
+
+
+class AnswerPart(_Part):
+    """Compares the completion's answer with the task's."""
+
+    kind: Literal["answer"] = "answer"
+    """Answer matcher."""
+
+    label_field: str = "answer"
+    """Field of the task with the right answer."""
+
+    forms: tuple[Literal["tag", "boxed", "hash", "number", "plain"], ...] = FORMS
+    """Where the answer stands: <answer> tag, \\boxed{}, after ####, last number, all text; the first found decides."""
+
+    compare: Literal["auto", "exact", "numeric", "latex"] = "auto"
+    """How answers are compared; auto tries exact, then numeric, then math-verify."""
+
+    tolerance: float = Field(default=1e-6, ge=0.0)
+    """Relative difference up to which two numbers that are not whole are the same."""
+
+    tail_chars: int = Field(default=0, ge=0)
+    """Read only this many characters from the end of the completion; 0 reads all."""
+
+    right: float = 1.0
+    """Value for a right answer."""
+
+    wrong: float = 0.0
+    """Value for a wrong answer."""
+
+    unreadable: float = 0.0
+    """Value when no answer is found or it cannot be read."""
+
+
+class FormatPart(_Part):
+    """Checks for one <think> block and then one <answer> block, nothing else."""
+
+    kind: Literal["format"] = "format"
+    """R1 format checker."""
+
+    opened_by_prompt: bool = False
+    """The prompt ends with <think>, so completions begin inside it."""
+
+    partial: bool = False
+    """Give 0.2 for each of the four tags that stands exactly once, when the format as a whole is not met."""
+
+
+class LengthPart(_Part):
+    """Penalises completions near the length limit: 0 down to -1."""
+
+    kind: Literal["length"] = "length"
+    """DAPO's soft overlong punishment."""
+
+    soft_tokens: int = Field(ge=0)
+    """Length in tokens up to which there is no penalty."""
+
+    max_tokens: int = Field(ge=1)
+    """Length in tokens from which the penalty is whole."""
+
+    @model_validator(mode="after")
+    def check_order(self) -> LengthPart:
+        if self.soft_tokens >= self.max_tokens:
+            raise ValueError(f"soft_tokens = {self.soft_tokens}: need less than max_tokens = {self.max_tokens}")
+        return self
+
+
+class LimitsConfig(Section):
+    """What one program may use in the sandbox."""
+
+    wall_s: float = Field(default=5.0, gt=0.0)
+    """Seconds of wall time per start."""
+
+    cpu_s: float = Field(default=4.0, gt=0.0)
+    """Seconds of CPU time of all its processes."""
+
+    memory_mib: int = Field(default=512, ge=32)
+    """Memory of all its processes in MiB."""
+
+    processes: int = Field(default=16, ge=1)
+    """Processes and threads at once."""
+
+    output_kib: int = Field(default=1024, ge=1)
+    """Standard output and error in KiB."""
+
+    file_mib: int = Field(default=16, ge=1)
+    """Files in its work folder in MiB."""
+
+
+class CodePart(_Part):
+    """Runs the completion's program against the task's tests in the sandbox."""
+
+    kind: Literal["code"] = "code"
+    """Code executor."""
+
+    tests_field: str = "tests"
+    """Field of the task with the tests."""
+
+    function_field: str = "function"
+    """Field of the task with the name of the function under test."""
+
+    setup_field: str = "setup"
+    """Field of the task with source that goes before the completion's program."""
+
+    score: Literal["fraction", "all"] = "fraction"
+    """Value: share of tests passed, or 1 only when all pass."""
+
+    max_tests: int = Field(default=0, ge=0)
+    """Use only the first so many tests; 0 uses all."""
+
+    tolerance: float = Field(default=1e-6, ge=0.0)
+    """Difference up to which decimals are the same."""
+
+    limit_s: float = Field(default=20.0, gt=0.0)
+    """Seconds for all tests of one completion; tests not begun by then have failed."""
+
+    limits: LimitsConfig = LimitsConfig()
+    """What one start of the program may use."""
+
+    def for_check(self) -> dict[str, Any]:
+        limits = {
+            "wall_s": self.limits.wall_s,
+            "cpu_s": self.limits.cpu_s,
+            "memory_bytes": self.limits.memory_mib << 20,
+            "processes": self.limits.processes,
+            "output_bytes": self.limits.output_kib << 10,
+            "file_bytes": self.limits.file_mib << 20,
+        }
+        return {**self.model_dump(mode="json"), "limits": limits}
+
+    @property
+    def total_limit_s(self) -> float:
+        return self.limit_s + 30.0  # the sandbox keeps time itself; this is for its own faults
+
+
+class FunctionPart(_Part):
+    """A reward function of the user's."""
+
+    kind: Literal["function"] = "function"
+    """Python function by dotted path."""
+
+    path: str
+    """"module:function", called as function(task, completion, **options); returns a number or (number, reason)."""
+
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments for every call."""
+
+    @field_validator("path")
+    @classmethod
+    def check_path(cls, path: str) -> str:
+        module, colon, function = path.partition(":")
+        if not (module and colon and function):
+            raise ValueError(f'{path!r} is no dotted path: write "package.module:function"')
+        return path
+
+
+class ReasoningGymPart(_Part):
+    """The scorer of the reasoning-gym task that made the problem; may give partial credit."""
+
+    kind: Literal["reasoning_gym"] = "reasoning_gym"
+    """reasoning-gym's own scorer."""
+
+    task: str = ""
+    """Name of the task; empty: as the problem says."""
+
+    forms: tuple[Literal["tag", "boxed", "hash", "number", "plain"], ...] = FORMS
+    """Where the answer stands, as in kind "answer"."""
+
+
+class ModelPart(_Part):
+    """A reward model. Evaluated by the trainer beside the rules; the loop adds its value to the score."""
+
+    kind: Literal["model"] = "model"
+    """Reward model."""
+
+    path: str
+    """Folder of a reward model: hub layout with scalar_head.safetensors."""
+
+
+RewardPart = Annotated[
+    AnswerPart | FormatPart | LengthPart | CodePart | FunctionPart | ReasoningGymPart | ModelPart,
+    Field(discriminator="kind"),
+]
+
+
+class RewardsConfig(Section):
+    """The score of a rollout: the weighted sum of its parts."""
+
+    parts: tuple[RewardPart, ...] = (AnswerPart(),)
+    """What is judged, each with its weight."""
+
+    workers: int = Field(default=0, ge=0)
+    """Worker processes; 0 starts one per core, 16 at most."""
+
+    worker_memory_mib: int = Field(default=4096, ge=0)
+    """Address space of a worker in MiB; 0 sets no limit."""
+
+    deadline_s: float = Field(default=120.0, gt=0.0)
+    """Seconds for one call of the scorer; parts that are missing then count as timeouts."""
+
+    sandbox: Literal["auto", "strong", "weak"] = "auto"
+    """Isolation of programs: strong refuses to start without; auto falls back, with an event; weak asks for none."""
+
+    end_markers: tuple[str, ...] = ("<|end|>", "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "</s>")
+    """Texts of end tokens; removed from the end of a completion before it is judged."""
+
+    def model_part(self) -> ModelPart | None:
+        """The learnt reward, if there is one."""
+        return next((part for part in self.parts if isinstance(part, ModelPart)), None)
+
+    @field_validator("parts")
+    @classmethod
+    def check_names(cls, parts: tuple[RewardPart, ...]) -> tuple[RewardPart, ...]:
+        names = [part.name for part in parts]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f'two parts are named "{name}": give each its own name')
+        return parts

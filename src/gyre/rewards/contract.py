@@ -1,0 +1,102 @@
+"""Contract check: runs a user's reward function on samples before anything expensive. In: path, sample rollouts.
+Out: nothing, or InputError with the case that fails.
+
+The function runs in a process of its own, which is ended when it takes too long. Caller: `wire`, before a run starts.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gyre.core.errors import InputError
+from gyre.core.records import Rollout
+from gyre.rewards.config import RewardsConfig
+from gyre.rewards.link import worker_environment
+from gyre.rewards.messages import Item, Setup, Verdict, decode_verdict, encode_item, frame, take_frame
+
+_IMPORT_S = 120.0  # for the user's module and what it imports
+_HINT = "the function must return a finite number (or a number and a reason) for every completion, also a senseless one"
+
+
+def check_rewards(config: RewardsConfig, samples: Sequence[Rollout]) -> None:
+    """Check every function part of a config."""
+    for part in config.parts:
+        if part.kind == "function":
+            check_reward_function(part.path, samples, options=part.options, limit_s=part.limit_s)
+
+
+def check_reward_function(
+    fn: str, samples: Sequence[Rollout], *, options: Mapping[str, Any] | None = None, limit_s: float = 5.0
+) -> None:
+    """Run "module:function" on each sample and on an empty completion. InputError when it cannot be imported, raises,
+    returns no finite number, or takes longer than `limit_s` on one."""
+    assert samples, "needs at least one sample"
+    items = [_item(rollout, rollout.text) for rollout in samples]
+    items.append(_item(samples[0], ""))
+    part = {"kind": "function", "path": fn, "options": dict(options or {})}
+    request = frame(Setup(parts=[part], sandbox="", memory_bytes=0))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gyre.rewards.trial"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=worker_environment(), start_new_session=True,
+    )  # fmt: skip
+    try:
+        _hear(process, request, _IMPORT_S, f"{fn!r} was not imported within {_IMPORT_S:g} s")
+        for item in items:
+            case = f"on the completion {_short(item.text)} of the task {_short(item.task)}"
+            body = encode_item(item)
+            request = len(body).to_bytes(4, "little") + body
+            verdict = _hear(process, request, limit_s, f"reward function {fn!r} took longer than {limit_s:g} s {case}")
+            if verdict.outcome != "ok":
+                raise InputError(f"reward function {fn!r}: {verdict.reason}, {case}", hint=_HINT)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def _item(rollout: Rollout, text: str) -> Item:
+    num_tokens = int(rollout.sampled.sum())
+    return Item(
+        text=text,
+        task=dict(rollout.prompt.task),
+        prompt=rollout.prompt.text,
+        finish=rollout.finish,
+        num_tokens=num_tokens,
+    )
+
+
+def _hear(process: subprocess.Popen[bytes], request: bytes, limit_s: float, too_slow: str) -> Verdict:
+    """Send one request and wait for its verdict, `limit_s` at most."""
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        process.stdin.write(request)
+        process.stdin.flush()
+    except BrokenPipeError:
+        raise InputError(f"the reward function ended its process with exit code {process.wait()}", hint=_HINT) from None
+    buffer, end_s = bytearray(), time.monotonic() + limit_s
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        while (body := take_frame(buffer)) is None:
+            if not selector.select(max(end_s - time.monotonic(), 0.0)):
+                hint = "make it faster, or give the part a larger limit_s"
+                raise InputError(too_slow, hint=hint)
+            data = os.read(process.stdout.fileno(), 1 << 16)
+            if not data:
+                code = process.wait()
+                raise InputError(f"the reward function ended its process with exit code {code}", hint=_HINT)
+            buffer += data
+    verdict = decode_verdict(body)
+    if verdict.index < 0 and verdict.outcome != "ok":
+        raise InputError(verdict.reason, hint="see the message above; run from the folder that holds the module")
+    return verdict
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else text[:150] + "…" + text[-40:]

@@ -1,0 +1,52 @@
+"""Format checker: the R1 format. In: a completion. Out: a value from 0 to 1 with a reason. Pure, linear in the text.
+
+    <think> … </think> <answer> … </answer>
+
+Each tag exactly once, in this order, nothing outside but whitespace. Also `length_value`, the penalty for completions
+that are too long. Caller: rewards.checks.
+"""
+
+from __future__ import annotations
+
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+
+
+def check_format(text: str, *, opened_by_prompt: bool = False, partial: bool = False) -> tuple[float, str]:
+    """Return 1.0 for the format, else 0.0; with `partial`, 0.2 for each tag that stands exactly once.
+
+    opened_by_prompt: the prompt ended with <think>, so the completion begins inside it.
+    """
+    if opened_by_prompt:
+        text = "<think>" + text
+    fault = _fault(text)
+    if fault is None:
+        return 1.0, "one <think> block, then one <answer> block"
+    return (0.2 * sum(text.count(tag) == 1 for tag in TAGS) if partial else 0.0), fault
+
+
+def _fault(text: str) -> str | None:
+    """Name the first thing that is wrong, or None."""
+    for tag in TAGS:
+        count = text.count(tag)
+        if count != 1:
+            return f"{tag} stands {count} times, not once"
+    places = [text.index(tag) for tag in TAGS]
+    if places != sorted(places):
+        return "the tags are not in the order " + " ".join(TAGS)
+    outside = {
+        "before <think>": text[: places[0]],
+        "between </think> and <answer>": text[places[1] + len(TAGS[1]) : places[2]],
+        "after </answer>": text[places[3] + len(TAGS[3]) :],
+    }
+    for where, rest in outside.items():
+        if rest.strip():
+            return f"text {where}: {rest.strip()[:40]!r}"
+    return None
+
+
+def length_value(num_tokens: int, *, soft_tokens: int, max_tokens: int) -> tuple[float, str]:
+    """DAPO's soft overlong punishment: 0 up to soft_tokens, then evenly down to -1 at max_tokens."""
+    if num_tokens <= soft_tokens:
+        return 0.0, f"{num_tokens} tokens, within {soft_tokens}"
+    over = min((num_tokens - soft_tokens) / (max_tokens - soft_tokens), 1.0)
+    return -over, f"{num_tokens} tokens, over {soft_tokens} of at most {max_tokens}"

@@ -1,0 +1,113 @@
+"""Function rewards: a user's own reward by dotted path. In: "module:function". Out: value, reason and outcome.
+
+    def reward(task, completion, **options) -> float | tuple[float, str]
+
+task: the problem's mapping (answer, tests, …); completion: the text that the policy wrote; options: the part's
+`options` in the TOML. A parameter named `prompt`, `finish` or `num_tokens` is given the prompt's text, how the
+completion ended, or its length. The module is looked for as Python does it, the working folder included.
+
+Before anything expensive, `check_reward_function` runs it on samples in a process of its own and refuses it with the
+case that fails. During a run a raise is a score with outcome "error" and NaN, ±inf or no number one with "invalid":
+value 0.0 and an event, never a crash. Callers: rewards.checks (worker), `wire` (check).
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+import numbers
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from gyre.core.errors import InputError
+
+EXTRAS = ("prompt", "finish", "num_tokens")
+Verdict = tuple[float, str, str]  # value, reason, outcome of a ScorePart
+
+
+def load_function(path: str) -> Callable[..., Any]:
+    """Import "module:function". InputError names what is missing."""
+    module_name, colon, name = path.partition(":")
+    if not (colon and module_name and name):
+        raise InputError(
+            f"reward function {path!r} is not a dotted path",
+            hint='write "package.module:function", as in "my_rewards:score"',
+        )
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except BaseException as error:
+        raise InputError(
+            f"reward function {path!r}: importing {module_name!r} failed: {type(error).__name__}: {error}",
+            hint="run the command from the folder that holds the module, or install it",
+        ) from error
+    target: Any = module
+    for step in name.split("."):
+        target = getattr(target, step, None)
+    if not callable(target):
+        raise InputError(
+            f"reward function {path!r}: {module_name!r} has no function {name!r}", hint=f"it has: {_public(module)}"
+        )
+    return target
+
+
+def _public(module: Any) -> str:
+    names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+    return ", ".join(sorted(names)[:20]) or "nothing callable"
+
+
+def wanted_extras(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Which of EXTRAS the function names among its parameters."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # functions written in C may have none
+        return ()
+    return tuple(name for name in EXTRAS if name in parameters)
+
+
+def call_function(
+    function: Callable[..., Any], task: Any, text: str, extras: Mapping[str, Any], options: Mapping[str, Any]
+) -> Verdict:
+    """Call it and judge what comes back. Never raises."""
+    try:
+        result = function(task, text, **extras, **options)
+    except BaseException as error:  # noqa: BLE001 - becomes a labelled score and an event
+        where = traceback.extract_tb(error.__traceback__)
+        line = f" at {os.path.basename(where[-1].filename)}:{where[-1].lineno}" if len(where) > 1 else ""
+        return 0.0, f"it raised {type(error).__name__}: {error}{line}"[:500], "error"
+    reason = ""
+    if isinstance(result, tuple) and len(result) == 2:
+        result, reason = result
+    value = as_number(result)
+    if value is None:
+        return 0.0, f"it returned {_describe(result)}, not a number", "invalid"
+    if not math.isfinite(value):
+        return 0.0, f"it returned {value}", "invalid"
+    return value, str(reason)[:500] or f"it returned {value:g}", "ok"
+
+
+def as_number(result: Any) -> float | None:
+    """Numbers of Python and numpy, and arrays or tensors of one element. Text is none, even if it looks like one."""
+    if not isinstance(result, numbers.Real) and hasattr(result, "item") and not isinstance(result, str | bytes):
+        try:
+            result = result.item()
+        except Exception:  # noqa: BLE001 - several elements, or an object of another kind: no number, told by the caller
+            return None
+    if not isinstance(result, numbers.Real):
+        return None
+    try:
+        return float(result)
+    except OverflowError:
+        return math.inf
+
+
+def _describe(value: Any) -> str:
+    try:
+        return f"{type(value).__name__} {value!r}"[:120]
+    except Exception:  # noqa: BLE001 - a repr that raises must not hide the verdict
+        return type(value).__name__

@@ -1,0 +1,152 @@
+"""Link: the scorer's ends of the sockets to its processes, on the event loop. In: frames and orders to send.
+Out: frames and news, by callback, in the loop's thread.
+
+`Channel` talks to one worker, `Nursery` starts and talks to the process that forks workers. Neither decides anything.
+Caller: rewards.pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+
+from gyre.rewards.messages import take_frame
+
+_CLOSE_S = 3.0
+
+
+class Channel:
+    """Framed bytes to and from one worker. Its end is silent here: the nursery tells of it."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, end: socket.socket, hear: Callable[[list[bytes]], None]
+    ) -> None:
+        self._loop = loop
+        self._end = end
+        self._hear = hear
+        self._incoming = bytearray()
+        self._outgoing = bytearray()
+        end.setblocking(False)
+        loop.add_reader(end, self.receive)
+
+    def send(self, data: bytes) -> None:
+        self._outgoing += data
+        self._flush()
+
+    def receive(self) -> None:
+        """Read all that is there and hand on every whole frame."""
+        ended = False
+        with contextlib.suppress(BlockingIOError):
+            try:
+                while data := self._end.recv(1 << 18):
+                    self._incoming += data
+                ended = True
+            except ConnectionResetError:
+                ended = True
+        if ended:
+            self._loop.remove_reader(self._end)
+        bodies = []
+        while (body := take_frame(self._incoming)) is not None:
+            bodies.append(body)
+        if bodies:
+            self._hear(bodies)
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._end)
+        self._loop.remove_writer(self._end)
+        self._end.close()
+
+    def _flush(self) -> None:
+        try:
+            while self._outgoing:
+                del self._outgoing[: self._end.send(self._outgoing)]
+        except BlockingIOError:
+            self._loop.add_writer(self._end, self._flush)
+            return
+        except (BrokenPipeError, ConnectionResetError):
+            self._outgoing.clear()  # it has ended
+        self._loop.remove_writer(self._end)
+
+
+class Nursery:
+    """The process that loads libraries once and forks workers. Starts when made."""
+
+    def __init__(self, libraries: Sequence[str]) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.setblocking(False)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "gyre.rewards.worker", str(theirs.fileno()), *libraries],
+                pass_fds=(theirs.fileno(),), env=worker_environment(), start_new_session=True, stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+
+    def attach(
+        self, loop: asyncio.AbstractEventLoop, gone: Callable[[int, int], None], died: Callable[[], None]
+    ) -> None:
+        """Begin to listen: `gone(name, status)` for each worker that has ended, `died()` for the nursery's own end."""
+
+        def listen() -> None:
+            try:
+                message = self._control.recv(4096)
+            except BlockingIOError:
+                return
+            except ConnectionResetError:
+                message = b""
+            if not message:
+                died()
+                return
+            _, name, status = message.decode().split()
+            gone(int(name), int(status))
+
+        self._loop = loop
+        loop.add_reader(self._control, listen)
+
+    def fork(self, name: int) -> socket.socket:
+        """Ask for a worker; return our end of its channel, good at once."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._tell(f"fork {name}", [theirs.fileno()])
+        return ours
+
+    def kill(self, name: int) -> None:
+        self._tell(f"kill {name}", [])
+
+    def _tell(self, order: str, fds: list[int]) -> None:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has died, and `died` says so
+            socket.send_fds(self._control, [order.encode()], fds)
+
+    def bury(self) -> int:
+        """After its own end: let go of it and return its exit code."""
+        self._hang_up()
+        return self._process.wait()
+
+    async def close(self) -> bool:
+        """Hang up, whereupon it ends its workers, what they started, and itself. False when it had to be killed."""
+        self._hang_up()
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + _CLOSE_S
+        while self._process.poll() is None:
+            if loop.time() > end_s:
+                self._process.kill()  # its workers die with it
+                self._process.wait()
+                return False
+            await asyncio.sleep(0.002)
+        return True
+
+    def _hang_up(self) -> None:
+        if self._loop is not None:
+            self._loop.remove_reader(self._control)
+        self._control.close()
+
+
+def worker_environment() -> dict[str, str]:
+    """The user's environment; modules are found as here, and numeric libraries keep to one thread."""
+    paths = [path for path in sys.path if path]
+    one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONHASHSEED": "0", **one_thread}

@@ -1,0 +1,290 @@
+"""Pool: worker processes that are killed on time. In: tickets (one check each). Out: every ticket with its verdict.
+
+    run ──▶ batches waiting ──▶ idle worker ──▶ verdicts one by one ──▶ the call is done
+                   ▲                 │ silent over the limit, or dead
+                   └── what is left ─┘ the first check without a verdict is to blame; the worker is replaced
+
+Waits and their owners: a check by its part's limit, a call by its deadline, the workers' start by the call's deadline.
+Only the loop's thread touches a pool. Events: reward.worker_replaced, reward.nursery_replaced, reward.nursery_killed.
+Caller: rewards.score.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from gyre.rewards.checks import QUICK
+from gyre.rewards.link import Channel, Nursery
+from gyre.rewards.messages import READY, Job, Setup, Verdict, decode_verdict, frame
+
+_MOST_CHECKS = 128  # per batch, so that no worker sits on work that another could do
+_MOST_TRIES = 3  # of a check while the nursery dies
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Ticket:
+    """One part of one rollout, to be judged."""
+
+    rollout: int  # index in the call
+    part: int  # index in the setup's parts
+    item: bytes  # encoded Item
+    verdict: Verdict | None = None
+    tries: int = 0
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Call:
+    """The tickets of one `run`; `done` is set when each has a verdict."""
+
+    tickets: list[Ticket]
+    left: int
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Batch:
+    """What one worker gets at a time."""
+
+    call: Call
+    tickets: list[Ticket]
+    next: int = 0  # the first ticket without a verdict
+
+    @property
+    def current(self) -> Ticket:
+        return self.tickets[self.next]
+
+
+class Worker:
+    """One worker process as the pool sees it."""
+
+    def __init__(self, name: int) -> None:
+        self.name = name
+        self.channel: Channel | None = None
+        self.ready = False
+        self.batch: Batch | None = None
+        self.heard_s = 0.0  # loop time of the last verdict
+        self.timer: asyncio.TimerHandle | None = None
+
+
+class Pool:
+    """Workers of one scorer. Processes start when it is made; `close` leaves none."""
+
+    def __init__(self, setup: Setup, limits_s: Sequence[float], *, num_workers: int, emit: Callable[..., None]) -> None:
+        self._setup = frame(setup)
+        self._kinds = [part["kind"] for part in setup.parts]
+        self._libraries = libraries(setup)
+        self._limits_s = limits_s
+        self._num_workers = num_workers
+        self._emit = emit
+        self._calls: list[Call] = []
+        self._waiting: deque[Batch] = deque()
+        self._workers: dict[int, Worker] = {}
+        self._names = 0
+        self._closed = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._nursery = Nursery(self._libraries)
+
+    # ---- calls
+
+    async def run(self, tickets: list[Ticket], *, deadline_s: float) -> None:
+        """Return when every ticket has a verdict; after the deadline the missing ones have "timeout"."""
+        self._attach()
+        call = Call(tickets=tickets, left=len(tickets))
+        self._calls.append(call)
+        self._waiting.extend(self._cut(call))
+        self._dispatch()
+        try:
+            await asyncio.wait_for(call.done.wait(), deadline_s)
+        except TimeoutError:
+            self._drop(call, f"not done {deadline_s:g} s after the call")
+        except asyncio.CancelledError:
+            self._drop(call, "the call was cancelled")
+            raise
+        finally:
+            self._calls.remove(call)
+
+    def _cut(self, call: Call) -> list[Batch]:
+        """Code checks one by one, since each waits for processes of its own; the others in batches."""
+        batches = [Batch(call=call, tickets=[t]) for t in call.tickets if self._kinds[t.part] == "code"]
+        others = [ticket for ticket in call.tickets if self._kinds[ticket.part] != "code"]
+        size = min(max(-(-len(others) // self._num_workers), 1), _MOST_CHECKS)
+        for start in range(0, len(others), size):
+            tickets = sorted(others[start : start + size], key=lambda t: self._kinds[t.part] not in QUICK)
+            batches.append(Batch(call=call, tickets=tickets))
+        return batches
+
+    def _drop(self, call: Call, why: str) -> None:
+        """End what is left of a call: its waiting batches go, its running ones are killed."""
+        self._waiting = deque(batch for batch in self._waiting if batch.call is not call)
+        for worker in [worker for worker in self._workers.values() if worker.batch and worker.batch.call is call]:
+            worker.batch = None
+            self._replace(worker, why)
+        _give_up(call, why)
+
+    def _settle(self, batch: Batch, verdict: Verdict) -> None:
+        """Give the batch's current ticket its verdict."""
+        batch.current.verdict = verdict
+        batch.next += 1
+        batch.call.left -= 1
+        if batch.call.left == 0:
+            batch.call.done.set()
+
+    def _blame(self, worker: Worker, why: str, outcome: str) -> None:
+        """The check that the worker was at gets the blame for the worker's end."""
+        assert worker.batch is not None and self._loop is not None
+        now_s = self._loop.time()
+        self._settle(worker.batch, Verdict(worker.batch.next, 0.0, why, outcome, worker.heard_s, now_s))
+
+    # ---- work
+
+    def _dispatch(self) -> None:
+        for worker in list(self._workers.values()):
+            if self._waiting and worker.ready and worker.batch is None:
+                self._give(worker, self._waiting.popleft())
+
+    def _give(self, worker: Worker, batch: Batch) -> None:
+        assert self._loop is not None and worker.channel is not None
+        places: dict[bytes, int] = {}
+        checks = [(places.setdefault(ticket.item, len(places)), ticket.part) for ticket in batch.tickets]
+        worker.batch, worker.heard_s = batch, self._loop.time()
+        worker.channel.send(frame(Job(items=[msgspec.Raw(item) for item in places], checks=checks)))
+        self._watch(worker)
+
+    def _watch(self, worker: Worker) -> None:
+        """Look again when the current check is due."""
+        assert self._loop is not None
+        if worker.timer is not None:
+            worker.timer.cancel()
+            worker.timer = None
+        if worker.batch is not None:
+            due_s = worker.heard_s + self._limits_s[worker.batch.current.part]
+            worker.timer = self._loop.call_at(due_s, self._overdue, worker)
+
+    def _overdue(self, worker: Worker) -> None:
+        """The timer of a check ran out. The loop itself may have been busy, so listen before judging."""
+        assert self._loop is not None and worker.channel is not None
+        worker.timer = None
+        worker.channel.receive()
+        if worker.batch is None or worker.timer is not None:  # it had answered; the timer now is the next check's
+            return
+        why = f"not done after its limit of {self._limits_s[worker.batch.current.part]:g} s"
+        self._blame(worker, why, "timeout")
+        self._replace(worker, why)
+
+    def _hear(self, worker: Worker, bodies: list[bytes]) -> None:
+        """Hand each verdict to its ticket; an idle worker gets new work."""
+        assert self._loop is not None
+        for body in bodies:
+            verdict = decode_verdict(body)
+            if verdict.index == READY:
+                worker.ready = True
+                continue
+            batch = worker.batch
+            assert batch is not None and verdict.index == batch.next, "a worker answers each check once, in order"
+            self._settle(batch, verdict)
+            if batch.next == len(batch.tickets):
+                worker.batch = None
+        worker.heard_s = self._loop.time()
+        self._watch(worker)
+        self._dispatch()
+
+    # ---- workers
+
+    def _attach(self) -> None:
+        """Bind to the running loop at the first call, and start the workers."""
+        assert not self._closed, "a closed scorer takes no calls"
+        loop = asyncio.get_running_loop()
+        assert self._loop in (None, loop), "a scorer belongs to one event loop"
+        if self._loop is None:
+            self._loop = loop
+            self._staff()
+
+    def _staff(self) -> None:
+        assert self._loop is not None
+        self._nursery.attach(self._loop, self._gone, self._nursery_died)
+        for _ in range(self._num_workers):
+            self._start_worker()
+
+    def _start_worker(self) -> None:
+        assert self._loop is not None
+        self._names += 1
+        worker = Worker(self._names)
+        self._workers[worker.name] = worker
+        end = self._nursery.fork(worker.name)
+        worker.channel = Channel(self._loop, end, lambda bodies: self._hear(worker, bodies))
+        worker.channel.send(self._setup)
+
+    def _replace(self, worker: Worker, why: str) -> None:
+        """Kill a worker, put back what it had left, start another."""
+        self._emit("reward.worker_replaced", worker=worker.name, reason=why)
+        self._nursery.kill(worker.name)
+        self._forget(worker)
+        self._start_worker()
+
+    def _forget(self, worker: Worker) -> None:
+        assert worker.channel is not None
+        del self._workers[worker.name]
+        worker.channel.close()
+        if worker.timer is not None:
+            worker.timer.cancel()
+        batch, worker.batch = worker.batch, None
+        if batch is not None and batch.next < len(batch.tickets):
+            self._waiting.appendleft(Batch(call=batch.call, tickets=batch.tickets[batch.next :]))
+
+    def _gone(self, name: int, status: int) -> None:
+        """A worker has ended. If we did not end it, the check that it was at did."""
+        worker = self._workers.get(name)
+        if worker is None:
+            return
+        assert worker.channel is not None
+        worker.channel.receive()
+        how = f"signal {-status}" if status < 0 else f"exit code {status}"
+        if worker.batch is not None:
+            self._blame(worker, f"it ended its worker process with {how}", "error")
+        self._replace(worker, f"it ended with {how}")
+
+    def _nursery_died(self) -> None:
+        """Its end is no check's fault: start it and its workers anew, and what they were at."""
+        self._emit("reward.nursery_replaced", exit_code=self._nursery.bury())
+        for worker in list(self._workers.values()):
+            assert worker.channel is not None
+            worker.channel.receive()
+            if worker.batch is not None:
+                worker.batch.current.tries += 1
+                if worker.batch.current.tries == _MOST_TRIES:
+                    self._blame(worker, f"the worker processes died {_MOST_TRIES} times while it ran", "error")
+            self._forget(worker)
+        self._nursery = Nursery(self._libraries)
+        self._staff()
+
+    async def close(self) -> None:
+        """End every worker, what workers started, and the nursery. Calls that still wait end with timeouts."""
+        if self._closed:
+            return
+        self._closed = True
+        for worker in list(self._workers.values()):
+            self._forget(worker)
+        for call in self._calls:
+            _give_up(call, "the scorer was closed")
+        if not await self._nursery.close():
+            self._emit("reward.nursery_killed")
+
+
+def _give_up(call: Call, why: str) -> None:
+    """What has no verdict yet timed out."""
+    for index, ticket in enumerate(call.tickets):
+        if ticket.verdict is None:
+            ticket.verdict = Verdict(index=index, reason=why, outcome="timeout")
+    call.done.set()
+
+
+def libraries(setup: Setup) -> list[str]:
+    """What the nursery loads before it forks."""
+    latex = any(part["kind"] == "answer" and part["compare"] in ("auto", "latex") for part in setup.parts)
+    gym = any(part["kind"] == "reasoning_gym" for part in setup.parts)
+    return ["math_verify"] * latex + ["reasoning_gym"] * gym

@@ -1,0 +1,112 @@
+"""Scorer: rollouts to numbers with reasons, by rules. In: rollouts, the parts of the config. Out: one Score each.
+
+A score is the weighted sum of its parts. Each part of each rollout is a check in a worker process (rewards.pool) while
+the loop goes on; a check that hangs, dies or raises costs that one part of that one rollout, value 0.0 and a label.
+Parts of kind "model" are not scored here: the trainer evaluates the reward model, and the loop adds its ScorePart.
+Events: reward.timeout, reward.error, reward.invalid (one per labelled part, with the rollout and the reason), those of
+rewards.pool and of rewards.executors.choose_mode. Caller: `wire` builds it, the loop calls it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, cast
+
+from gyre.core.records import Rollout, Score, ScorePart
+from gyre.rewards.config import RewardsConfig
+from gyre.rewards.executors import choose_mode
+from gyre.rewards.messages import Item, Setup, Verdict, encode_item
+from gyre.rewards.pool import Pool, Ticket
+
+_MOST_WORKERS = 16  # chosen by itself; a config may say more
+
+
+class RuleScorer:
+    """Implements core.contracts.Scorer. `clock` is CLOCK_MONOTONIC in seconds, as workers have it.
+
+    Starts its processes when made, so that their imports overlap with what else starts. ConfigError when the config
+    asks for isolation that this machine refuses.
+    """
+
+    def __init__(self, config: RewardsConfig, *, emit: Callable[..., None], clock: Callable[[], float]) -> None:
+        self._parts = [part for part in config.parts if part.kind != "model"]
+        self._end_markers = config.end_markers
+        self._emit = emit
+        self._clock = clock
+        runs_code = any(part.kind == "code" for part in self._parts)
+        self.isolation = choose_mode(config.sandbox, emit=emit) if runs_code else ""
+        setup = Setup(
+            parts=[part.for_check() for part in self._parts],
+            sandbox=self.isolation,
+            memory_bytes=config.worker_memory_mib << 20,
+        )
+        workers = config.workers or min(os.cpu_count() or 1, _MOST_WORKERS)
+        limits_s = [part.total_limit_s for part in self._parts]
+        self._pool = Pool(setup, limits_s, num_workers=workers, emit=emit) if self._parts else None
+
+    async def score(self, rollouts: Sequence[Rollout], *, deadline_s: float) -> Sequence[Score]:
+        called_s = self._clock()
+        verdicts: dict[tuple[int, int], Verdict] = {}
+        tickets: list[Ticket] = []
+        for index, rollout in enumerate(rollouts):
+            try:
+                item = encode_item(self._item(rollout))
+            except (TypeError, ValueError, RecursionError) as error:
+                bad = Verdict(index=0, reason=f"the task is no plain data: {error}", outcome="error")
+                verdicts.update({(index, part): bad for part in range(len(self._parts))})
+                continue
+            tickets += [Ticket(rollout=index, part=part, item=item) for part in range(len(self._parts))]
+        if tickets and self._pool is not None:
+            await self._pool.run(tickets, deadline_s=deadline_s)
+        for ticket in tickets:
+            assert ticket.verdict is not None
+            verdicts[ticket.rollout, ticket.part] = ticket.verdict
+        return [
+            self._sum(rollout, [verdicts[index, part] for part in range(len(self._parts))], called_s)
+            for index, rollout in enumerate(rollouts)
+        ]
+
+    def _item(self, rollout: Rollout) -> Item:
+        text = _without_end(rollout.text, self._end_markers)
+        return Item(
+            text=text.encode("utf-8", "replace").decode(),
+            task=rollout.prompt.task,
+            prompt=rollout.prompt.text.encode("utf-8", "replace").decode(),
+            finish=rollout.finish,
+            num_tokens=int(rollout.sampled.sum()),
+        )
+
+    def _sum(self, rollout: Rollout, verdicts: Sequence[Verdict], called_s: float) -> Score:
+        parts = tuple(
+            ScorePart(
+                name=part.name, value=verdict.value if verdict.outcome == "ok" else 0.0, weight=part.weight,
+                reason=verdict.reason, outcome=cast(Literal["ok", "timeout", "error", "invalid"], verdict.outcome),
+            )
+            for part, verdict in zip(self._parts, verdicts, strict=True)
+        )  # fmt: skip
+        for part in parts:
+            if part.outcome != "ok":
+                self._emit(f"reward.{part.outcome}", part=part.name, rollout=rollout.rollout_id, reason=part.reason)
+        begun = [verdict.started_s for verdict in verdicts if verdict.ended_s]
+        ended = [verdict.ended_s for verdict in verdicts if verdict.ended_s]
+        whole = len(ended) == len(verdicts) and ended
+        return Score(
+            rollout_id=rollout.rollout_id,
+            value=float(sum(part.weight * part.value for part in parts)),
+            parts=parts,
+            started_s=min(begun) if begun else called_s,
+            ended_s=max(ended) if whole else self._clock(),
+        )
+
+    async def close(self) -> None:
+        """End every process. Idempotent."""
+        if self._pool is not None:
+            await self._pool.close()
+
+
+def _without_end(text: str, markers: Sequence[str]) -> str:
+    """The completion without the end-of-text tokens that a tokenizer may leave in its text."""
+    text = text.rstrip()
+    marker: Any = next((marker for marker in markers if marker and text.endswith(marker)), None)
+    return _without_end(text[: -len(marker)], markers) if marker else text

@@ -1,0 +1,1 @@
+"""Names in the config become objects: the only room that names concrete classes."""

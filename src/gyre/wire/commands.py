@@ -1,0 +1,144 @@
+"""Commands: what each command of the command line does, as a function. In: paths, overrides. Out: a JSON-able result.
+
+Callers: cli.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from gyre.core.errors import InputError
+from gyre.core.records import Request, Sampling
+from gyre.core.seeds import derive_seed
+from gyre.data.sources import load_prompts
+from gyre.loop.evaluate import Outcome
+from gyre.planner.explain import explain
+from gyre.runconfig import load_run_config
+from gyre.text.detokenise import Detokeniser
+from gyre.text.render import render_prompt
+from gyre.wire.folders import find_model, make_run_folder, read_overrides
+from gyre.wire.make import (
+    Emit,
+    dtype_name,
+    find_spec,
+    load_policy,
+    make_engine,
+    make_judge,
+    make_machine,
+    make_scorer,
+    make_tokenizer,
+)
+from gyre.wire.run import Run
+from gyre.wire.stages import load_stage_data, plan_run, plan_stages
+
+
+def train(
+    config_path: Path | None, overrides: list[str], *, resume: Path | None, stage: str, plain: bool
+) -> dict[str, Any]:
+    """Make a run folder (or go on with one), run the stages, export, report."""
+    if resume is not None:
+        folder, overrides = resume, read_overrides(resume)
+        config = load_run_config(folder / "config.toml", overrides)
+    else:
+        assert config_path is not None
+        config = load_run_config(config_path, overrides)
+        folder = make_run_folder(config, config_path, overrides, stage)
+    run = Run(config, folder, stage=(folder / "stage.txt").read_text().strip(), plain=plain)
+    try:
+        return asyncio.run(run.go())
+    finally:
+        run.close()
+
+
+def evaluate(target: Path, config_path: Path | None, overrides: list[str], *, num_problems: int) -> dict[str, Any]:
+    """Accuracy of a run's export, or of a model folder, on a config's held-out problems."""
+    model, config = find_model(target, config_path, overrides)
+    machine = make_machine(config)
+    events: list[str] = []
+    emit: Emit = lambda kind, **fields: events.append(kind)  # noqa: E731
+    policy = load_policy(model, machine)
+    prompts = load_prompts(config.data, policy.tokenizer, emit=emit).held_out
+    prompts = prompts[: num_problems or config.eval.num_problems or len(prompts)]
+
+    async def go() -> Outcome:
+        engine = make_engine(config.engine, policy, machine, emit)
+        scorer = make_scorer(config, emit)
+        try:
+            await engine.start(dummy=False)
+            judge = make_judge(config, engine, scorer, policy.tokenizer)
+            return await judge.run(prompts)
+        finally:
+            await scorer.close()
+            await engine.terminate()
+
+    outcome = asyncio.run(go())
+    machine.compute.shutdown()
+    return {"metric": outcome.metric, "value": outcome.value, "n": outcome.n, "detail": outcome.detail}
+
+
+def chat(
+    target: Path, turns: Iterator[str], write: Callable[[str], None], *, max_tokens: int, temperature: float, seed: int
+) -> dict[str, Any]:
+    """Answer each turn; a conversation goes on until "/new"."""
+    model, config = find_model(target, None, [])
+    machine = make_machine(config)
+    policy = load_policy(model, machine)
+    emit: Emit = lambda kind, **fields: None  # noqa: E731  a chat keeps no log
+    sampling = Sampling(max_tokens=max_tokens, temperature=temperature)
+    answers: list[str] = []
+
+    async def go() -> None:
+        engine = make_engine(config.engine, policy, machine, emit)
+        await engine.start(dummy=False)
+        messages: list[dict[str, str]] = []
+        for number, turn in enumerate(turns):
+            if turn.strip() == "/new":
+                messages = []
+                continue
+            messages.append({"role": "user", "content": turn})
+            tokens, _ = render_prompt(
+                policy.tokenizer, messages, template=config.data.template, system=config.data.system
+            )
+            request = Request(request_id=str(number), tokens=tokens, sampling=sampling, seed=derive_seed(seed, number))
+            words, pieces = Detokeniser(policy.tokenizer, skip_special=True), []
+            async for chunk in engine.submit(request):
+                if chunk.finish == "refused":
+                    raise InputError(f"the model cannot answer: {chunk.reason}", hint="ask something shorter, or /new")
+                pieces.append(words.push(chunk.tokens))
+                write(pieces[-1])
+            pieces.append(words.flush())
+            write(pieces[-1] + "\n")
+            answers.append("".join(pieces))
+            messages.append({"role": "assistant", "content": answers[-1]})
+        await engine.terminate()
+
+    asyncio.run(go())
+    machine.compute.shutdown()
+    return {"answers": answers}
+
+
+def plan(config_path: Path, overrides: list[str]) -> dict[str, Any]:
+    """Sizes, batch numbers and memory of each stage, as text and as JSON. Starts nothing; reads data and tokenizer."""
+    config = load_run_config(config_path, overrides)
+    machine = make_machine(config)
+    machine.compute.shutdown()
+    emit: Emit = lambda kind, **fields: None  # noqa: E731  a plan keeps no log
+    with tempfile.TemporaryDirectory() as scratch:
+        tokenizer = make_tokenizer(config, Path(scratch) / "tokenizer", emit)
+    spec = find_spec(config, tokenizer)
+    plans = {}
+    for stage in plan_stages(config, "all"):
+        data = load_stage_data(config, stage, tokenizer, emit)
+        plans[stage.name] = plan_run(
+            config, stage, spec, data, dtype=dtype_name(machine), folder=Path(config.run.folder) / config.run.name
+        )
+    return {
+        "text": "\n".join(f"== {name} ==\n\n{explain(made)}" for name, made in plans.items()),
+        "stages": {name: json.loads(made.to_json()) for name, made in plans.items()},
+        "model": {"family": spec.family, "num_parameters": spec.num_parameters},
+    }

@@ -1,0 +1,52 @@
+"""Folders: what lies in a run folder, and which model a command means. In: paths. Out: paths and the config of a run.
+
+config.toml is as given; overrides.txt holds what the command line changed; stage.txt which stages were asked for.
+Callers: wire.commands.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from gyre.core.errors import InputError, SnapshotError
+from gyre.runconfig import RunConfig, load_run_config
+
+
+def make_run_folder(config: RunConfig, config_path: Path, overrides: list[str], stage: str) -> Path:
+    """runs/NAME, or NAME-2, …; holds the config as given and what the command line changed."""
+    base = Path(config.run.folder) / config.run.name
+    folder, number = base, 1
+    while folder.exists():
+        number += 1
+        folder = base.with_name(f"{base.name}-{number}")
+    folder.mkdir(parents=True)
+    shutil.copyfile(config_path, folder / "config.toml")
+    (folder / "overrides.txt").write_text("".join(f"{line}\n" for line in overrides), encoding="utf-8")
+    (folder / "stage.txt").write_text(stage, encoding="utf-8")
+    return folder
+
+
+def read_overrides(folder: Path) -> list[str]:
+    if not (folder / "config.toml").is_file():
+        raise SnapshotError(f"{folder} is no run folder: it has no config.toml", hint="give a folder under runs/")
+    return (folder / "overrides.txt").read_text(encoding="utf-8").splitlines()
+
+
+def find_model(target: Path, config_path: Path | None, overrides: list[str]) -> tuple[Path, RunConfig]:
+    """(hub-layout folder, config) of a run folder or of a model folder."""
+    if (target / "events.jsonl").is_file():
+        model = target / "export"
+        if not model.is_dir():
+            raise InputError(f"{target} has no export yet", hint=f"finish it: gyre train --resume {target}")
+        own = load_run_config(config_path or target / "config.toml", [*read_overrides(target), *overrides])
+        return model, own
+    if not (target / "config.json").is_file():
+        raise InputError(f"{target} is neither a run folder nor a model folder", hint="runs are under runs/")
+    if config_path is not None:
+        return target, load_run_config(config_path, overrides)
+    with tempfile.TemporaryDirectory() as bare:
+        minimal = Path(bare) / "chat.toml"
+        minimal.write_text(f'[model]\npath = "{target}"\n[objective]\nkind = "sft"\n', encoding="utf-8")
+        return target, load_run_config(minimal, overrides)

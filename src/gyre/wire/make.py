@@ -1,0 +1,216 @@
+"""Make: one object each from the config. In: a RunConfig. Out: machine, policy, engine, scorer, judge, sinks.
+
+With wire.stage, the only place that names concrete classes. Callers: wire.run, wire.stage, wire.commands.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from gyre.core.errors import ConfigError, InputError
+from gyre.core.records import Prompt, Rollout
+from gyre.core.seeds import derive_seed
+from gyre.data.examples import tokenizer_texts
+from gyre.engine.config import EngineConfig
+from gyre.engine.native import NativeEngine
+from gyre.loop.evaluate import Rollouts
+from gyre.loop.ports import TextPort
+from gyre.models.decoder import Decoder
+from gyre.models.heads import ScalarHead
+from gyre.models.hub_files import CONFIG_FILE, find_folder, read_json
+from gyre.models.init import init_weights
+from gyre.models.load import load_hub, load_scalar_head
+from gyre.models.spec import ModelSpec, spec_from_hub_config, spec_from_shape
+from gyre.observe.events import EventLog
+from gyre.observe.hardware import describe_hardware
+from gyre.observe.sinks import TensorBoardSink, WandbSink
+from gyre.planner.plan import Dtype
+from gyre.rewards.contract import check_rewards
+from gyre.rewards.score import RuleScorer
+from gyre.runconfig import RunConfig
+from gyre.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+
+Emit = Callable[..., None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Where tensors live and who works on them. One thread does all tensor work of a process."""
+
+    device: torch.device
+    dtype: torch.dtype
+    compute: ThreadPoolExecutor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """A model with its tokenizer."""
+
+    decoder: Decoder
+    tokenizer: Tokenizer
+    spec: ModelSpec
+
+
+def make_machine(config: RunConfig) -> Machine:
+    """Resolve device, dtype and threads."""
+    name = config.run.device if config.run.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("run.device = 'cuda': torch sees no CUDA device here", hint="`gyre doctor` says why")
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    dtype = dtypes.get(config.run.dtype) or (torch.bfloat16 if has_fast_bf16(name) else torch.float32)
+    if config.run.threads:
+        torch.set_num_threads(config.run.threads)
+    return Machine(device=torch.device(name), dtype=dtype, compute=ThreadPoolExecutor(1, thread_name_prefix="compute"))
+
+
+def dtype_name(machine: Machine) -> Dtype:
+    return "bfloat16" if machine.dtype == torch.bfloat16 else "float32"
+
+
+def has_fast_bf16(device: str) -> bool:
+    """Whether the hardware multiplies bfloat16 itself."""
+    if device == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return bool(describe_hardware()["flags"]["bf16"])
+
+
+def make_tokenizer(config: RunConfig, kept: Path, emit: Emit) -> Tokenizer:
+    """The tokenizer of the config, the model's, or one trained on the data; kept in the run folder for a resume."""
+    source = config.tokenizer.path or config.model.path
+    if kept.is_dir():
+        return load_tokenizer(kept)
+    if source:
+        tokenizer = load_tokenizer(source)
+    else:
+        data = config.cold_start_data or config.data
+        texts = tokenizer_texts(data, num_texts=config.tokenizer.num_texts, emit=emit)
+        tokenizer = train_tokenizer(texts, vocab_size=config.tokenizer.vocab_size, min_share=config.tokenizer.min_share)
+    tokenizer.save(kept)
+    return tokenizer
+
+
+def make_policy(config: RunConfig, tokenizer: Tokenizer, machine: Machine) -> Policy:
+    if config.model.path:
+        spec, decoder = load_hub(config.model.path, device=machine.device, dtype=machine.dtype)
+        if spec.vocab_size < tokenizer.vocab_size:
+            raise InputError(
+                f"the tokenizer has {tokenizer.vocab_size} entries, the model's vocabulary {spec.vocab_size}",
+                hint="set tokenizer.path to the tokenizer that the model was made with",
+            )
+        return Policy(decoder=decoder, tokenizer=tokenizer, spec=spec)
+    spec = find_spec(config, tokenizer)
+    decoder = Decoder(spec, device=machine.device, dtype=machine.dtype)
+    init_weights(decoder, derive_seed(config.run.seed, "model", config.model.init_seed))
+    return Policy(decoder=decoder, tokenizer=tokenizer, spec=spec)
+
+
+def find_spec(config: RunConfig, tokenizer: Tokenizer) -> ModelSpec:
+    """The model's sizes, without its weights."""
+    if config.model.path:
+        return spec_from_hub_config(read_json(find_folder(config.model.path) / CONFIG_FILE))
+    assert config.model.shape is not None
+    return spec_from_shape(
+        config.model.shape, vocab_size=tokenizer.vocab_size, bos_id=tokenizer.bos_id, eos_ids=tokenizer.eos_ids
+    )
+
+
+def load_policy(folder: Path, machine: Machine) -> Policy:
+    spec, decoder = load_hub(folder, device=machine.device, dtype=machine.dtype)
+    return Policy(decoder=decoder, tokenizer=load_tokenizer(folder), spec=spec)
+
+
+def load_reward_model(path: str, machine: Machine, policy: Policy) -> tuple[Decoder, ScalarHead]:
+    """A folder that objective rm exported; it must read the policy's own token ids."""
+    folder = Path(path) / "export" if (Path(path) / "export").is_dir() else Path(path)
+    _, decoder = load_hub(folder, device=machine.device, dtype=machine.dtype)
+    theirs = load_tokenizer(folder).fingerprint
+    if theirs != policy.tokenizer.fingerprint:
+        raise InputError(
+            f"the reward model in {path} has another tokenizer than the policy",
+            hint="train both with the same tokenizer: set tokenizer.path of one run to the other's tokenizer folder",
+        )
+    return decoder, load_scalar_head(folder, device=machine.device)
+
+
+def make_engine(config: EngineConfig, policy: Policy, machine: Machine, emit: Emit) -> NativeEngine:
+    return NativeEngine(
+        policy.decoder,
+        config,
+        policy.tokenizer,
+        compute=machine.compute,
+        emit=emit,
+        device=machine.device,
+        dtype=machine.dtype,
+        shared_weights=True,
+    )
+
+
+def make_scorer(config: RunConfig, emit: Emit) -> RuleScorer:
+    return RuleScorer(config.rewards, emit=emit, clock=time.monotonic)
+
+
+def try_rewards(config: RunConfig, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> None:
+    """Run the user's own reward functions on sample rollouts, before anything expensive. InputError with the case."""
+    samples = []
+    for prompt in prompts[:3]:
+        text = f"<think>a thought</think><answer>{prompt.task.get('answer', '')}</answer>"
+        chosen = tokenizer.encode(text)
+        tokens = np.concatenate([prompt.tokens, chosen])
+        zeros = np.zeros(len(tokens), dtype=np.float32)
+        samples.append(
+            Rollout(
+                rollout_id=f"sample {prompt.prompt_id}",
+                group_id="sample",
+                prompt=prompt,
+                tokens=tokens,
+                sampled=np.arange(len(tokens)) >= len(prompt.tokens),
+                logprobs=zeros,
+                raw_logprobs=zeros,
+                versions=np.zeros(len(tokens), dtype=np.int32),
+                sampling=config.rollout.sampling(),
+                finish="stop",
+                text=text,
+            )
+        )
+    if samples:
+        check_rewards(config.rewards, samples)
+
+
+def make_judge(config: RunConfig, engine: NativeEngine, scorer: RuleScorer, text: TextPort) -> Rollouts:
+    settings = config.eval.model_copy(update={"part": accuracy_part(config)})
+    return Rollouts(engine, scorer, text, config.rollout, settings, seed=derive_seed(config.run.seed, "eval"))
+
+
+def accuracy_part(config: RunConfig) -> str:
+    """Name of the reward part whose value 1 counts as right."""
+    rules = [part.name for part in config.rewards.parts if part.kind != "model"]
+    if config.eval.part and config.eval.part not in rules:
+        raise ConfigError(f"eval.part = '{config.eval.part}': the rewards are named {', '.join(rules) or 'nothing'}")
+    return config.eval.part or (rules[0] if rules else "")
+
+
+def make_sinks(config: RunConfig, folder: Path, events: EventLog) -> list[TensorBoardSink | WandbSink]:
+    sinks: list[TensorBoardSink | WandbSink] = []
+    if config.observe.tensorboard:
+        sinks.append(TensorBoardSink(folder / "tensorboard"))
+    if config.observe.wandb != "off":
+        sinks.append(
+            WandbSink(
+                folder,
+                project=config.observe.wandb_project,
+                name=folder.name,
+                mode=config.observe.wandb,
+                config=config.model_dump(mode="json"),
+                attempt=events.attempt,
+            )
+        )
+    for sink in sinks:
+        events.subscribe(sink.write)
+    return sinks

@@ -1,0 +1,207 @@
+"""Run: one attempt at a run, from its folder to its report. In: a RunConfig and a folder. Out: what the run came to.
+
+    tokenizer, model ─▶ for each stage: plan, trainer, memory manager, loop ─▶ export, verified ─▶ report
+Caller: wire.commands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gyre import __version__
+from gyre.loop.ports import Observers
+from gyre.loop.resume import Progress, from_snapshot
+from gyre.models.export import export_hub
+from gyre.models.heads import ScalarHead
+from gyre.models.load import verify_export
+from gyre.observe.events import EventLog, next_attempt
+from gyre.observe.hardware import describe_hardware
+from gyre.observe.live import make_progress
+from gyre.observe.report import write_report
+from gyre.observe.samples import SampleLog
+from gyre.observe.spans import Spans
+from gyre.planner.plan import Plan
+from gyre.runconfig import RunConfig
+from gyre.trainer.snapshot import SnapshotStore
+from gyre.wire.make import Policy, dtype_name, make_machine, make_policy, make_sinks, make_tokenizer
+from gyre.wire.stage import Built
+from gyre.wire.stages import MAIN, Stage, StageData, load_stage_data, plan_run, plan_stages
+
+
+class Run:
+    """One attempt at a run: its folder, log, model and scorer, and the stages that it goes through."""
+
+    def __init__(self, config: RunConfig, folder: Path, *, stage: str, plain: bool) -> None:
+        self._config, self._folder, self._stage = config, folder, stage
+        self._events = EventLog(folder / "events.jsonl", attempt=next_attempt(folder / "events.jsonl"))
+        self._samples = SampleLog(folder / "samples.jsonl", self._events)
+        self._emit = self._events.emit
+        self._progress = make_progress(plain=plain)
+        self._events.subscribe(self._progress)
+        self._sinks = make_sinks(config, folder, self._events)
+        self._spans = Spans(self._emit)
+        self._machine = make_machine(config)
+        self._head: ScalarHead | None = None  # of a reward model, once its stage is done
+
+    async def go(self) -> dict[str, Any]:
+        stages = plan_stages(self._config, self._stage)
+        at, progress, found = self._find_progress(stages)
+        tokenizer = make_tokenizer(self._config, self._folder / "tokenizer", self._emit)
+        policy = make_policy(self._config, tokenizer, self._machine)
+        self._announce(stages, policy, at)
+        version, result = 0, progress
+        for stage in stages[at:]:
+            result, version = await self._run_stage(stage, policy, result, found, version)
+            found = None
+        export = self._export(policy)
+        report = self._finish(stages[-1], result, version)
+        return self._result(result, version, export, report)
+
+    def close(self) -> None:
+        self._progress.close()
+        for sink in self._sinks:
+            sink.close()
+        self._samples.close()
+        self._events.close()
+        self._machine.compute.shutdown(wait=True)
+
+    def _store(self, stage: Stage) -> SnapshotStore:
+        folder = self._folder / "snapshots" / stage.name
+        return SnapshotStore(folder, keep=self._config.snapshot.keep, emit=self._emit)
+
+    def _find_progress(self, stages: list[Stage]) -> tuple[int, Progress, Mapping[str, Any] | None]:
+        """(index of the stage to go on with, where it stands, what its trainer is restored from)."""
+        for at in range(len(stages) - 1, -1, -1):
+            snapshot = self._store(stages[at]).load_latest()
+            if snapshot is not None:
+                progress = from_snapshot(snapshot.state["loop"], snapshot.blobs)
+                position = snapshot.state["loop"]["events"]
+                self._events.fence(position["attempt"], position["seq"], step=progress.step, stage=progress.stage)
+                return at, progress, {"tensors": snapshot.tensors, "state": snapshot.state["trainer"]}
+        if self._events.attempt > 1:
+            self._events.fence(None)
+        return 0, Progress(stage=stages[0].name), None
+
+    def _announce(self, stages: list[Stage], policy: Policy, at: int) -> None:
+        config = self._config
+        self._emit(
+            "run.started",
+            name=self._folder.name,
+            stages=[{"name": stage.name, "steps": stage.trainer.steps} for stage in stages],
+            objective=config.objective.kind,
+            model={
+                "path": config.model.path,
+                "family": policy.spec.family,
+                "num_parameters": policy.spec.num_parameters,
+            },
+            seed=config.run.seed,
+            gyre=__version__,
+            hardware=describe_hardware(),
+            device=str(self._machine.device),
+            dtype=dtype_name(self._machine),
+            threads=torch.get_num_threads(),
+            stage_index=at,
+        )
+
+    async def _run_stage(
+        self, stage: Stage, policy: Policy, progress: Progress, found: Mapping[str, Any] | None, version: int
+    ) -> tuple[Progress, int]:
+        if progress.stage != stage.name:
+            progress = Progress(stage=stage.name)
+        data = load_stage_data(self._config, stage, policy.tokenizer, self._emit)
+        plan = self._plan(stage, policy, data)
+        self._emit("stage.started", stage=stage.name, steps=stage.trainer.steps, step=progress.step)
+        built = Built(self._config, plan, self._folder, self._machine, self._emit)
+        try:
+            trainer = built.trainer(stage, policy, version)
+            if found is not None:
+                trainer.restore(found)
+            parts = await built.parts(policy, trainer, data, self._observers(), self._store(stage))
+            loop = built.loop(stage, parts)
+            progress = await loop.run(progress)
+            version = trainer.version
+            self._head = trainer.head
+        finally:
+            await built.close()
+        self._emit("stage.done", stage=stage.name, step=progress.step, version=version)
+        return progress, version
+
+    def _plan(self, stage: Stage, policy: Policy, data: StageData) -> Plan:
+        """Decide, and write down what was decided."""
+        dtype = dtype_name(self._machine)
+        plan = plan_run(self._config, stage, policy.spec, data, dtype=dtype, folder=self._folder)
+        name = "plan.json" if stage.name == MAIN else f"plan.{stage.name}.json"
+        (self._folder / name).write_text(plan.to_json(), encoding="utf-8")
+        self._emit(
+            "plan.made", stage=stage.name, residency=plan.residency, kv_pages=plan.kv_pages, notes=list(plan.notes)
+        )
+        return plan
+
+    def _observers(self) -> Observers:
+        return Observers(
+            events=self._events,
+            samples=self._samples,
+            spans=self._spans,
+            sample_groups_per_step=self._config.observe.sample_groups_per_step,
+        )
+
+    def _export(self, policy: Policy) -> Path:
+        """Write the hub layout and read it back before saying so."""
+        folder = self._folder / "export"
+        with self._spans.phase("export"):
+            export_hub(
+                policy.decoder,
+                folder,
+                dtype=self._machine.dtype,
+                tokenizer_files=self._folder / "tokenizer",
+                scalar_head=self._head,
+            )
+            verify_export(folder, policy.decoder)
+        self._emit("export.verified", folder=folder.name)
+        return folder
+
+    def _finish(self, stage: Stage, progress: Progress, version: int) -> Path | None:
+        self._emit("run.done", step=progress.step, version=version, evals=dict(progress.evals), stage=stage.name)
+        self._samples.sync()
+        report = write_report(self._folder) if self._config.observe.report else None
+        self._progress.summary(self._folder, report=report)
+        return report
+
+    def _result(self, progress: Progress, version: int, export: Path, report: Path | None) -> dict[str, Any]:
+        evals = {name: dict(numbers) for name, numbers in progress.evals.items()}
+        return {
+            "run": str(self._folder),
+            "step": progress.step,
+            "version": version,
+            "evals": evals,
+            "seconds": {phase: round(seconds, 3) for phase, seconds in self._spans.seconds().items()},
+            "export": str(export),
+            "report": None if report is None else str(report),
+            "goal": judge_goal(self._config, evals),
+        }
+
+
+def judge_goal(config: RunConfig, evals: Mapping[str, Mapping[str, float]]) -> dict[str, Any] | None:
+    """Whether the run reached its [goal], in numbers and in words."""
+    goal = config.goal
+    if goal is None:
+        return None
+    numbers = evals.get(goal.metric)
+    if numbers is None:
+        return {"reached": False, "verdict": f"goal missed: no evaluation named {goal.metric} was made"}
+    before, after = numbers["before"], numbers["after"]
+    checks = {
+        f"before {before:.3f} ≤ {goal.at_most_before}": goal.at_most_before is None or before <= goal.at_most_before,
+        f"after {after:.3f} ≥ {goal.at_least_after}": goal.at_least_after is None or after >= goal.at_least_after,
+        f"gain {after - before:.3f} ≥ {goal.margin}": goal.margin is None or after - before >= goal.margin,
+    }
+    asked = [words for words in checks if not words.endswith("None")]
+    reached = all(checks.values())
+    return {
+        "reached": reached,
+        "verdict": f"goal {'reached' if reached else 'missed'}: {goal.metric} {', '.join(asked)}",
+    }

@@ -1,0 +1,190 @@
+"""Stages: which stages a run has, what each one learns from, and its plan. In: RunConfig. Out: Stage, StageData, Plan.
+
+Callers: wire.run, wire.stage, wire.commands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from gyre.core.contracts import PromptSource
+from gyre.core.errors import ConfigError
+from gyre.core.records import Prompt, TrainBatch, TrainSequence
+from gyre.core.seeds import derive_seed
+from gyre.data.config import DataConfig
+from gyre.data.examples import load_examples
+from gyre.data.pairs import load_pairs
+from gyre.data.sources import PairSource, PromptSet, ShuffledSource, load_prompts
+from gyre.models.spec import ModelSpec
+from gyre.objectives.config import (
+    AnyObjective,
+    SftConfig,
+    is_pairwise,
+    needs_critic,
+    needs_reference,
+    needs_rollouts,
+    trains_scores,
+)
+from gyre.planner.decide import make_plan
+from gyre.planner.hardware import read_hardware
+from gyre.planner.plan import Dtype, ModelNumbers, Plan, PlanInputs
+from gyre.runconfig import RunConfig
+from gyre.text.tokenizer import Tokenizer
+from gyre.trainer.config import TrainerConfig
+
+Emit = Callable[..., None]
+MAIN, COLD_START = "main", "cold_start"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One stage of a run, before anything is built."""
+
+    name: str
+    objective: AnyObjective
+    trainer: TrainerConfig
+    data: DataConfig
+    records_per_step: int  # prompts, examples or pairs
+
+
+def plan_stages(config: RunConfig, wanted: str) -> list[Stage]:
+    """The stages that a run goes through, in order."""
+    main = Stage(
+        name=MAIN,
+        objective=config.objective,
+        trainer=config.trainer,
+        data=config.data,
+        records_per_step=config.rollout.prompts_per_step,
+    )
+    cold = config.cold_start
+    if wanted == COLD_START and cold is None:
+        raise ConfigError("--stage cold_start: the config has no [cold_start]", hint="add the table, or run all stages")
+    if cold is None or wanted == MAIN:
+        return [main]
+    supervised = Stage(
+        name=COLD_START,
+        objective=SftConfig(),
+        trainer=TrainerConfig(
+            steps=cold.steps,
+            learning_rate=cold.learning_rate,
+            schedule="cosine",
+            warmup_steps=cold.warmup_steps,
+            final_learning_rate_fraction=0.1,
+            tokens_per_chunk=config.trainer.tokens_per_chunk,
+        ),
+        data=config.cold_start_data or config.data,
+        records_per_step=cold.examples_per_step,
+    )
+    return [supervised] if wanted == COLD_START else [supervised, main]
+
+
+def uses_engine(config: RunConfig, objective: AnyObjective) -> bool:
+    """Online objectives generate to learn; the others generate only to be judged by rewards."""
+    judged = bool(config.eval.num_problems and config.rewards.parts) and not trains_scores(objective)
+    return needs_rollouts(objective) or judged
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageData:
+    source: PromptSource
+    longest_prompt_tokens: int  # of an online stage; the longest whole sequence of an offline one
+    eval_prompts: tuple[Prompt, ...] = ()
+    sample_prompts: tuple[Prompt, ...] = ()  # a few, to try reward functions on
+    eval_batch: TrainBatch | None = None
+
+
+def load_stage_data(config: RunConfig, stage: Stage, tokenizer: Tokenizer, emit: Emit) -> StageData:
+    """The stage's records, and what it is judged on."""
+    seed, num = derive_seed(config.run.seed, "data", stage.name), config.eval.num_problems
+    prompts: tuple[Prompt, ...] = ()
+    if stage.name == MAIN and uses_engine(config, stage.objective):
+        found = load_prompts(config.data, tokenizer, emit=emit)
+        prompts = take_held_out(found, num)
+        if needs_rollouts(stage.objective):
+            longest = max(len(prompt.tokens) for prompt in (*found.train, *prompts))
+            source = ShuffledSource(found.train, seed, found.source)
+            return StageData(
+                source=source, longest_prompt_tokens=longest, eval_prompts=prompts, sample_prompts=found.train[:3]
+            )
+    if is_pairwise(stage.objective):
+        pairs = load_pairs(stage.data, tokenizer, emit=emit)
+        held_out = tuple(sequence for pair in pairs.held_out[:num] for sequence in pair)
+        return StageData(
+            source=PairSource(pairs.train, seed, pairs.source),
+            longest_prompt_tokens=_longest([sequence for pair in pairs.train for sequence in pair], prompts, config),
+            eval_prompts=prompts,
+            sample_prompts=prompts[:3],
+            eval_batch=TrainBatch(sequences=held_out, step=0) if held_out else None,
+        )
+    examples = load_examples(stage.data, tokenizer, emit=emit)
+    held_out_sequences = examples.held_out[:num]
+    return StageData(
+        source=ShuffledSource(examples.train, seed, examples.source),
+        longest_prompt_tokens=_longest(examples.train, prompts, config),
+        eval_prompts=prompts,
+        sample_prompts=prompts[:3],
+        eval_batch=TrainBatch(sequences=held_out_sequences, step=0) if held_out_sequences else None,
+    )
+
+
+def take_held_out(found: PromptSet, num: int) -> tuple[Prompt, ...]:
+    if num > len(found.held_out):
+        raise ConfigError(
+            f"eval.num_problems = {num}: {found.source} holds out {len(found.held_out)}",
+            hint="raise data.num_problems or data.held_out_fraction, or lower eval.num_problems",
+        )
+    return found.held_out[:num]
+
+
+def _longest(sequences: Sequence[TrainSequence], prompts: Sequence[Prompt], config: RunConfig) -> int:
+    """Tokens of the longest sequence that an offline stage trains on or generates."""
+    generated = max((len(prompt.tokens) for prompt in prompts), default=0) + config.rollout.max_tokens
+    return max(max(len(sequence.tokens) for sequence in sequences), generated if prompts else 0)
+
+
+def plan_run(config: RunConfig, stage: Stage, spec: ModelSpec, data: StageData, *, dtype: Dtype, folder: Path) -> Plan:
+    """Decide what the config left open, for one stage. After it nothing is "auto"."""
+    online, with_engine = needs_rollouts(stage.objective), stage.name == MAIN and uses_engine(config, stage.objective)
+    memory, disk = config.memory, folder / config.memory.disk_folder if config.memory.disk_folder else None
+    inputs = PlanInputs(
+        model=model_numbers(spec),
+        objective=stage.objective.kind,
+        online=with_engine,
+        prompts_per_step=stage.records_per_step,
+        completions_per_prompt=_sequences_per_record(config, stage),
+        max_prompt_tokens=data.longest_prompt_tokens,
+        max_completion_tokens=config.rollout.max_tokens if online else 0,
+        sequences_per_update=stage.trainer.sequences_per_update or None,
+        tokens_per_chunk=stage.trainer.tokens_per_chunk,
+        epochs_per_batch=stage.trainer.epochs_per_batch,
+        critic=needs_critic(stage.objective),
+        reference=needs_reference(stage.objective) and stage.trainer.reference == "initial",
+        reward_model=model_numbers(spec) if config.rewards.model_part() and stage.name == MAIN else None,
+        device=None if config.run.device == "auto" else config.run.device,
+        dtype=dtype,
+        threads=config.run.threads or None,
+        page_tokens=config.engine.page_tokens,
+        kv_pages=config.engine.num_pages or None,
+        max_running=config.engine.max_running,
+        engine_tokens_per_step=config.engine.token_budget,
+        residency=None if memory.residency == "auto" else memory.residency,
+        device_budget_bytes=None if memory.device_budget_bytes == "auto" else memory.device_budget_bytes,
+        host_budget_bytes=None if memory.host_budget_bytes == "auto" else memory.host_budget_bytes,
+        disk_budget_bytes=None if memory.disk_budget_bytes == "auto" else memory.disk_budget_bytes,
+        disk_tier=disk is not None,
+        leave=memory.leave,
+    )
+    return make_plan(inputs, read_hardware(disk))
+
+
+def model_numbers(spec: ModelSpec) -> ModelNumbers:
+    names = [field.name for field in fields(ModelNumbers)]
+    return ModelNumbers(**{name: getattr(spec, name) for name in names})
+
+
+def _sequences_per_record(config: RunConfig, stage: Stage) -> int:
+    if needs_rollouts(stage.objective):
+        return config.rollout.completions_per_prompt
+    return 2 if is_pairwise(stage.objective) else 1

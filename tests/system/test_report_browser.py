@@ -1,0 +1,206 @@
+"""The report in a real browser: it draws, answers to mouse and keyboard, fits every width, and runs nothing but itself."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from gyre.observe.events import EventLog
+from gyre.observe.report import write_report
+
+HERE = Path(__file__).parent
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+chromium = load(HERE / "report_chromium.py")
+observe_run = load(HERE.parent / "unit" / "observe_run.py")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not chromium.CHROMIUM.exists(), reason="needs the package chromium; make test-all installs it"),
+]
+
+# Texts of one plot that touch each other, texts that leave the plot, and boxes that hold more than they show.
+FLAWS = """(() => {
+  const flaws = [];
+  for (const plot of document.querySelectorAll("svg.plot")) {
+    const frame = plot.getBoundingClientRect();
+    const texts = [...plot.querySelectorAll("text")].map((node) => ({ text: node.textContent, box: node.getBoundingClientRect() }));
+    texts.forEach(({ text, box }, at) => {
+      if (box.left < frame.left - 1 || box.right > frame.right + 1 || box.top < frame.top - 3 || box.bottom > frame.bottom + 1) flaws.push(`${text} leaves its plot`);
+      for (const other of texts.slice(at + 1))
+        if (Math.min(box.right, other.box.right) - Math.max(box.left, other.box.left) > 0.5 && Math.min(box.bottom, other.box.bottom) - Math.max(box.top, other.box.top) > 3)
+          flaws.push(`${text} touches ${other.text}`);
+    });
+  }
+  for (const node of document.querySelectorAll(".card, .card *")) {
+    const style = getComputedStyle(node);
+    if (node.closest("svg") || style.display === "inline" || ["auto", "scroll"].includes(style.overflowX) || style.webkitLineClamp !== "none") continue;
+    if (node.scrollWidth > node.clientWidth + 1 && node.clientWidth > 0 && !node.closest(".scroll, .seg, pre")) flaws.push(`${node.className || node.tagName}: ${node.textContent.slice(0, 40)} is cut`);
+  }
+  if (document.documentElement.scrollWidth > innerWidth) flaws.push("the page scrolls sideways");
+  return flaws;
+})()"""
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[chromium.Chromium]:
+    with chromium.Chromium(tmp_path_factory.mktemp("profile")) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_report(observe_run.write_run(tmp_path_factory.mktemp("runs") / "arith"))
+
+
+@pytest.fixture(autouse=True)
+def quiet(browser: chromium.Chromium) -> Iterator[None]:
+    """No error on the console and no request but the page itself, whatever a test does."""
+    browser.console.clear()
+    browser.requests.clear()
+    yield
+    assert browser.console == []
+    assert [url for url in browser.requests if not url.startswith(("file:", "data:"))] == []
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [320, 390, 768, 1024, 1280, 1920])
+def test_nothing_overlaps_or_is_cut(browser: chromium.Chromium, report: Path, width: int, dark: bool) -> None:
+    browser.open(report, width=width, height=900, dark=dark)
+    browser.script("document.querySelectorAll('details').forEach((node) => { node.open = true; })")
+    browser.settle()
+    assert browser.script(FLAWS) == []
+    assert browser.script("document.querySelectorAll('#curves .plot path').length") > 20
+
+
+def test_dark_follows_the_system_and_the_button_turns_it(browser: chromium.Chromium, report: Path) -> None:
+    browser.open(report, width=1280, height=900, dark=True)
+    background = "getComputedStyle(document.body).backgroundColor"
+    dark = browser.script(background)
+    browser.script("document.getElementById('theme').click()")
+    assert browser.script(background) != dark
+
+
+def test_stages_can_be_looked_at_alone(browser: chromium.Chromium, report: Path) -> None:
+    browser.open(report, width=1280, height=900)
+    titles = "[...document.querySelectorAll('.chart')].filter((node) => !node.hidden).map((node) => node.querySelector('.chart-title').firstChild.data)"
+    everything = browser.script(titles)
+    browser.script("document.querySelectorAll('#curves .seg button')[1].click()")
+    browser.settle()
+    cold_start = browser.script(titles)
+    assert "Reward" in everything
+    assert "Reward" not in cold_start
+    assert {"Loss", "Gradient norm", "Throughput"} <= set(cold_start)
+    assert browser.script(FLAWS) == []
+
+
+def test_dragging_zooms_all_curves_and_a_button_resets(browser: chromium.Chromium, report: Path) -> None:
+    browser.open(report, width=1280, height=900)
+    path = "document.querySelectorAll('#curves .chart')[3].querySelectorAll('.plot path')[1].getAttribute('d')"
+    before = browser.script(path)
+    x, y, width = browser.script(
+        "(() => { const plot = document.querySelector('#curves .plot'); plot.scrollIntoView({block: 'center', behavior: 'instant'});"
+        " const box = plot.getBoundingClientRect(); return [box.left, box.top + box.height / 2, box.width]; })()"
+    )
+    browser.mouse("mousePressed", x + width * 0.4, y, button="left", clickCount=1)
+    browser.mouse("mouseMoved", x + width * 0.7, y, button="left", buttons=1)
+    browser.mouse("mouseReleased", x + width * 0.7, y, button="left", clickCount=1)
+    browser.settle()
+    assert browser.script(path) != before
+    browser.script("[...document.querySelectorAll('#curves .btn')].find((node) => node.textContent === 'Reset zoom').click()")
+    browser.settle()
+    assert browser.script(path) == before
+
+
+def test_hovering_one_curve_reads_all(browser: chromium.Chromium, report: Path) -> None:
+    browser.open(report, width=1280, height=900)
+    values = "[...document.querySelectorAll('#curves .chart-value')].map((node) => node.textContent)"
+    newest = browser.script(values)
+    x, y = browser.script(
+        "(() => { const plot = document.querySelector('#curves .plot'); plot.scrollIntoView({block: 'center', behavior: 'instant'});"
+        " const box = plot.getBoundingClientRect(); return [box.left + box.width * 0.3, box.top + 80]; })()"
+    )
+    browser.mouse("mouseMoved", x, y)
+    browser.settle()
+    at_cursor = browser.script(values)
+    assert sum(a != b for a, b in zip(newest, at_cursor, strict=True)) > 5
+
+
+def test_curves_and_tokens_are_read_aloud_by_key(browser: chromium.Chromium, report: Path) -> None:
+    browser.open(report, width=1280, height=900)
+    aloud = "document.getElementById('live').textContent"
+    browser.script("document.querySelector('#curves .plot').focus()")
+    browser.key("ArrowLeft")
+    assert browser.script(aloud).startswith("main · step 80: reward ")
+    browser.script("document.querySelector('.completion').focus()")
+    browser.key("ArrowRight")
+    browser.key("ArrowRight")
+    assert browser.script(aloud).startswith("token 2: ")
+    assert browser.script("document.querySelector('.inspect').textContent").count("log-prob") == 1
+    browser.script("document.querySelector('canvas.detail').focus()")
+    browser.key("ArrowRight")
+    assert " s, main · step " in browser.script(aloud) or " ms, main · step " in browser.script(aloud)
+
+
+def test_every_control_has_a_name(browser: chromium.Chromium, report: Path) -> None:
+    browser.open(report, width=1280, height=900)
+    nameless = browser.script(
+        "[...document.querySelectorAll('button, a, select, input, canvas[tabindex], svg[tabindex], [role=region]')]"
+        ".filter((node) => !(node.textContent.trim() || node.getAttribute('aria-label') || node.closest('label'))).map((node) => node.outerHTML.slice(0, 90))"
+    )
+    assert nameless == []
+
+
+def test_rollouts_are_browsed_by_step_prompt_and_completion(browser: chromium.Chromium, report: Path) -> None:
+    browser.open(report, width=1280, height=900)
+    assert browser.script("document.querySelector('.stepper output').textContent") == "main · step 80"
+    browser.script("document.querySelector('.stepper .btn').click()")
+    assert browser.script("document.querySelector('.stepper output').textContent") == "main · step 77"
+    browser.script("const order = document.querySelector('.browser select'); order.value = 'most divided'; order.dispatchEvent(new Event('change'))")
+    browser.script("document.querySelectorAll('.tab')[3].click()")
+    assert browser.script("document.querySelectorAll('.tab')[3].getAttribute('aria-selected')") == "true"
+    assert browser.script("document.querySelector('.completion').textContent").startswith("<think>")
+    assert "answer" in browser.script("document.querySelector('#rollout-panel table').textContent")
+
+
+def test_a_hostile_run_runs_nothing(browser: chromium.Chromium, tmp_path: Path) -> None:
+    tests = load(HERE.parent / "unit" / "test_observe_report.py")
+    browser.open(write_report(tests.write_hostile(tmp_path)), width=1280, height=900)
+    assert browser.script("document.title").endswith("· Gyre report")
+    assert browser.script("document.querySelectorAll('img').length") == 0
+    assert browser.script("document.querySelectorAll('main > section').length") == 7
+    assert "pwned" in browser.script("document.querySelector('.prompt').textContent")
+    assert browser.script("document.documentElement.scrollWidth <= innerWidth")
+
+
+@pytest.mark.parametrize("kind", ["empty", "one step", "no rollouts"])
+def test_runs_with_missing_pieces_still_draw(browser: chromium.Chromium, tmp_path: Path, kind: str) -> None:
+    clock = observe_run.Clock()
+    if kind == "no rollouts":
+        writer = observe_run.Writer(tmp_path, clock, 1, 0)
+        writer.stage = "sft"
+        for step in range(1, 40):
+            writer.sft_step(step, 40)
+    else:
+        log = EventLog(tmp_path / "events.jsonl", attempt=1, clock=clock)
+        if kind == "one step":
+            log.emit("step.done", step=1, stage="main", metrics={"loss": 0.5, "reward": float("nan")})
+    for width in (390, 1280):
+        browser.open(write_report(tmp_path), width=width, height=900)
+        assert browser.script(FLAWS) == []
+        assert browser.script("document.getElementById('events').textContent").startswith("Fallbacks")
+        assert "failed" not in browser.script("document.querySelector('main').innerText.split('Fallbacks')[0]")

@@ -1,0 +1,370 @@
+"""The native engine against transformers, and against itself: what else runs must not change a request's tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from gyre.core.records import Completion, Partial, Request, Sampling
+from gyre.engine.config import EngineConfig
+from gyre.engine.native import NativeEngine
+from gyre.engine.streams import collect
+from gyre.models.load import load_hub
+
+CPU = torch.device("cpu")
+VOCAB, CONTEXT = 101, 512
+
+
+def tiny_config(family: str) -> transformers.PretrainedConfig:
+    shared = dict(
+        vocab_size=VOCAB,
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT,
+        initializer_range=0.25,  # wide, so that greedy choices are no near-ties
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=0,
+    )
+    kinds = {
+        "llama": lambda: transformers.LlamaConfig(**shared),
+        "qwen2": lambda: transformers.Qwen2Config(**shared),
+        "qwen3": lambda: transformers.Qwen3Config(**shared, head_dim=16, tie_word_embeddings=True),
+    }
+    return kinds[family]()
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
+def hub_folder(request, tmp_path_factory) -> Path:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(tiny_config(request.param), dtype=torch.float32)
+    folder = tmp_path_factory.mktemp(request.param)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory) -> Path:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(tiny_config("qwen3"), dtype=torch.float32)
+    folder = tmp_path_factory.mktemp("qwen3_only")
+    model.save_pretrained(folder)
+    return folder
+
+
+class Bytes:
+    """A tokenizer of one character per token."""
+
+    eos_ids = (100,)
+
+    def decode(self, ids) -> str:
+        return "".join(chr(32 + i) for i in ids)
+
+
+def refuse_failure(kind: str, **fields: object) -> None:
+    assert kind != "engine.failed", fields
+
+
+def run(folder: Path, requests: list[Request], *, waves: int = 1, tokenizer=None, **config) -> list[tuple[Completion, ...]]:
+    """All requests at once (or one wave after another) on a fresh engine; asserts that nothing leaks."""
+    results, _ = run_with_stats(folder, requests, waves=waves, tokenizer=tokenizer, **config)
+    return results
+
+
+def run_with_stats(folder: Path, requests: list[Request], *, waves: int = 1, tokenizer=None, **config):
+    _, decoder = load_hub(folder, device=CPU, dtype=torch.float32)
+    settings = {"num_pages": 400, "page_tokens": 8, "max_running": 16, "token_budget": 256, **config}
+
+    async def main():
+        with ThreadPoolExecutor(1) as compute:
+            engine = NativeEngine(
+                decoder,
+                EngineConfig(**settings),
+                tokenizer,
+                compute=compute,
+                emit=refuse_failure,
+                device=CPU,
+                dtype=torch.float32,
+                version=3,
+            )
+            await engine.start(dummy=False)
+            results = []
+            for wave in range(waves):
+                streams = [engine.submit(request) for request in requests[wave::waves]]
+                results += await asyncio.gather(*map(collect, streams))
+            assert engine._cycle is not None
+            engine._cycle.roster.check()
+            stats = await engine.stats()
+            assert stats.pages_used == 0 and stats.running == 0 and stats.waiting == 0
+            return results, stats
+
+    return asyncio.run(main())
+
+
+def prompts(count: int, seed: int = 0, low: int = 3, high: int = 40) -> list[np.ndarray]:
+    generator = np.random.default_rng(seed)
+    return [generator.integers(1, VOCAB - 1, generator.integers(low, high)).astype(np.int32) for _ in range(count)]
+
+
+def make_requests(count: int, *, seed: int = 0, high: int = 40, **sampling) -> list[Request]:
+    rules = Sampling(**{"temperature": 0.0, "max_tokens": 24, **sampling})
+    return [
+        Request(request_id=f"r{i}", tokens=tokens, sampling=rules, seed=1000 + i, chunk_tokens=0)
+        for i, tokens in enumerate(prompts(count, seed, high=high))
+    ]
+
+
+def tokens_of(results: list[tuple[Completion, ...]]) -> dict[str, list[list[int]]]:
+    return {parts[0].request_id: [part.tokens.tolist() for part in parts] for parts in results}
+
+
+def test_greedy_equals_transformers(hub_folder: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(hub_folder, dtype=torch.float32)
+    requests = make_requests(6)
+    expected = {}
+    for request in requests:
+        ids = torch.tensor(request.tokens[None], dtype=torch.int64)
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
+        expected[request.request_id] = [out[0, len(request.tokens) :].tolist()]
+    assert tokens_of(run(hub_folder, requests)) == expected
+
+
+MIXES: dict[str, Callable[[Path, list[Request]], list[tuple[Completion, ...]]]] = {
+    "one at a time": lambda folder, requests: run(folder, requests, max_running=1),
+    "in waves": lambda folder, requests: run(folder, requests, waves=3),
+    "small prefill chunks": lambda folder, requests: run(folder, requests, token_budget=17),
+    "page of one token": lambda folder, requests: run(folder, requests, page_tokens=1, num_pages=3000),
+    "large pages": lambda folder, requests: run(folder, requests, page_tokens=64, num_pages=100),
+    "no prefix cache": lambda folder, requests: run(folder, requests, prefix_cache=False),
+    "streamed": lambda folder, requests: run(folder, [replace(request, chunk_tokens=1) for request in requests]),
+    "chunks of five": lambda folder, requests: run(folder, [replace(request, chunk_tokens=5) for request in requests]),
+    "one step per burst": lambda folder, requests: run(folder, requests, burst_steps=1),
+}
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_tokens_do_not_depend_on_what_else_runs(qwen3: Path, mix: str, temperature: float) -> None:
+    requests = make_requests(10, temperature=temperature, n=2 if temperature else 1)
+    assert tokens_of(MIXES[mix](qwen3, requests)) == tokens_of(run(qwen3, requests))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_preemption_does_not_change_tokens(qwen3: Path, temperature: float) -> None:
+    requests = make_requests(8, temperature=temperature, max_tokens=60)
+    for prefix_cache in (False, True):
+        results, stats = run_with_stats(qwen3, requests, num_pages=22, prefix_cache=prefix_cache)
+        assert stats.preemptions > 0
+        assert tokens_of(results) == tokens_of(run(qwen3, requests))
+
+
+def test_prefix_hits_do_not_change_tokens(qwen3: Path) -> None:
+    beginning = prompts(1, seed=5, low=50, high=51)[0]
+    requests = [
+        replace(request, tokens=np.concatenate([beginning, request.tokens])) for request in make_requests(6, high=12)
+    ]
+    results, stats = run_with_stats(qwen3, requests, waves=3)
+    assert stats.prefix_hit_tokens >= 4 * 48
+    assert tokens_of(results) == tokens_of(run(qwen3, requests, prefix_cache=False))
+
+
+def test_long_prompts_in_chunks_equal_short_steps(qwen3: Path) -> None:
+    """Prompts long enough for the fused attention, whole, in chunks after a cached beginning, and in small steps."""
+    requests = make_requests(3, seed=2, high=400, max_tokens=8)
+    requests = [replace(request, tokens=np.resize(request.tokens, 300 + 20 * i)) for i, request in enumerate(requests)]
+    whole = tokens_of(run(qwen3, requests, token_budget=1024))
+    assert tokens_of(run(qwen3, requests, token_budget=200)) == whole
+    assert tokens_of(run(qwen3, requests, token_budget=32)) == whole
+    twice = [*requests, *(replace(request, request_id=f"again-{request.request_id}") for request in requests)]
+    again = tokens_of(run(qwen3, twice, waves=2, token_budget=1024))
+    assert {name.removeprefix("again-"): tokens for name, tokens in again.items()} == whole
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01}])
+def test_logprobs_match_a_float64_pass(hub_folder: Path, sampling: dict) -> None:
+    requests = make_requests(5, **{"temperature": 1.0, "n": 2, **sampling})
+    model = transformers.AutoModelForCausalLM.from_pretrained(hub_folder, dtype=torch.float64)
+    for request, parts in zip(requests, run(hub_folder, requests), strict=True):
+        for part in parts:
+            ids = torch.tensor(np.concatenate([request.tokens, part.tokens])[None], dtype=torch.int64)
+            with torch.no_grad():
+                logits = model(ids).logits[0, len(request.tokens) - 1 : -1]
+            chosen = torch.tensor(part.tokens, dtype=torch.int64)[:, None]
+            raw = logits.log_softmax(-1).gather(-1, chosen)[:, 0].numpy()
+            assert part.raw_logprobs == pytest.approx(raw, abs=2e-4)
+            scaled = logits / request.sampling.temperature
+            if sampling:
+                assert part.support is not None and len(part.support.offsets) == len(part.tokens) + 1
+                allowed = torch.zeros_like(scaled, dtype=torch.bool)
+                for place, ids_kept in enumerate(np.split(part.support.ids, part.support.offsets[1:-1])):
+                    assert (np.diff(ids_kept) > 0).all() and part.tokens[place] in ids_kept
+                    assert 1 <= len(ids_kept) <= 20
+                    allowed[place, torch.tensor(ids_kept, dtype=torch.int64)] = True
+                scaled = scaled.masked_fill(~allowed, float("-inf"))
+            else:
+                assert part.support is None
+            processed = scaled.log_softmax(-1).gather(-1, chosen)[:, 0].numpy()
+            assert part.logprobs == pytest.approx(processed, abs=2e-4)
+            assert (part.versions == 3).all()
+
+
+def test_interrupted_completions_go_on_as_if_nothing_had_happened(qwen3: Path) -> None:
+    """Interrupt again and again, and go on each time from what came back, until everything is whole."""
+    _, decoder = load_hub(qwen3, device=CPU, dtype=torch.float32)
+    rules = {"temperature": 0.9, "top_p": 0.95, "n": 2, "max_tokens": 40}
+    requests = [replace(request, chunk_tokens=3) for request in make_requests(4, **rules)]
+    whole = run(qwen3, requests)
+    begun: dict[str, dict[int, Partial]] = {request.request_id: {} for request in requests}
+
+    async def main() -> int:
+        with ThreadPoolExecutor(1) as compute:
+            config = EngineConfig(num_pages=300, page_tokens=8, max_running=6, token_budget=64, burst_steps=1)
+            engine = NativeEngine(
+                decoder, config, compute=compute, emit=refuse_failure, device=CPU, dtype=torch.float32, version=3
+            )
+            await engine.start(dummy=False)
+            interrupts = 0
+            while True:
+                streams = [
+                    engine.submit(replace(request, partials=tuple(begun[request.request_id].values())))
+                    for request in requests
+                ]
+                await anext(streams[0])
+                partials = await engine.interrupt(deadline_s=10)
+                interrupts += 1
+                rests = [(stream, await collect(stream)) for stream in streams]
+                for stream, rest in rests:
+                    for part in rest:
+                        if part.finish == "interrupted":
+                            begun[part.request_id][part.index] = next(
+                                partial for partial in partials[part.request_id] if partial.index == part.index
+                            )
+                if all(part.finish == "length" for _, rest in rests for part in rest):
+                    assert not partials
+                    return interrupts
+                assert engine._cycle is not None
+                engine._cycle.roster.check()
+
+    assert asyncio.run(main()) > 5
+    for parts in whole:
+        for part in parts:
+            had = begun[part.request_id][part.index]
+            count = len(had.tokens)
+            assert 0 < count < 40 and had.tokens.tolist() == part.tokens[:count].tolist()
+            assert had.logprobs == pytest.approx(part.logprobs[:count], abs=1e-5)
+            assert had.support is not None and part.support is not None
+            assert had.support.offsets.tolist() == part.support.offsets[: count + 1].tolist()
+
+
+def test_a_partial_goes_on_with_the_draws_of_an_uninterrupted_run(qwen3: Path) -> None:
+    requests = make_requests(4, temperature=1.0, n=3, max_tokens=30)
+    whole = run(qwen3, requests)
+    begun = [
+        replace(
+            request,
+            partials=tuple(
+                Partial(
+                    index=part.index,
+                    tokens=part.tokens[:cut],
+                    logprobs=part.logprobs[:cut],
+                    raw_logprobs=part.raw_logprobs[:cut],
+                    versions=part.versions[:cut],
+                )
+                for part, cut in zip(parts[1:], (7, 30), strict=True)
+            ),
+        )
+        for request, parts in zip(requests, whole, strict=True)
+    ]
+    for parts, rest in zip(whole, run(qwen3, begun), strict=True):
+        assert rest[0].tokens.tolist() == parts[0].tokens.tolist()
+        assert rest[1].tokens.tolist() == parts[1].tokens[7:].tolist()
+        assert rest[2].tokens.tolist() == [] and rest[2].finish == parts[2].finish
+
+
+def test_stops_end_with_the_token_that_completes_them(qwen3: Path) -> None:
+    request = make_requests(1, temperature=1.0, max_tokens=60)[0]
+    free = run(qwen3, [request])[0][0].tokens.tolist()
+    by_id = replace(request, sampling=replace(request.sampling, stop_ids=(free[9],)))
+    end = free.index(free[9]) + 1
+    (part,) = run(qwen3, [by_id])[0]
+    assert part.tokens.tolist() == free[:end] and part.finish == "stop"
+    text = Bytes().decode(free[10:13])
+    by_text = replace(request, sampling=replace(request.sampling, stop=("never", text), ignore_eos=True))
+    for config in ({}, {"token_budget": 16, "prefix_cache": False}):
+        (part,) = run(qwen3, [by_text], tokenizer=Bytes(), **config)[0]
+        found = Bytes().decode(free).index(text) + len(text)
+        assert part.tokens.tolist() == free[:found] and part.finish == "stop"
+
+
+def test_eos_stops_unless_ignored(qwen3: Path) -> None:
+    requests = make_requests(12, temperature=1.5, max_tokens=60)
+    free = run(qwen3, requests)
+    assert all(part.finish == "length" and len(part.tokens) == 60 for (part,) in free)  # the model names no end token
+
+    class Ends(Bytes):
+        eos_ids = (int(free[0][0].tokens[20]),)
+
+    stopped = run(qwen3, requests, tokenizer=Ends())
+    ignored = [replace(request, sampling=replace(request.sampling, ignore_eos=True)) for request in requests]
+    assert tokens_of(run(qwen3, ignored, tokenizer=Ends())) == tokens_of(free)
+    for (part,), (whole,) in zip(stopped, free, strict=True):
+        tokens = whole.tokens.tolist()
+        end = tokens.index(Ends.eos_ids[0]) + 1 if Ends.eos_ids[0] in tokens else 60
+        assert part.tokens.tolist() == tokens[:end]
+        assert part.finish == ("stop" if Ends.eos_ids[0] in tokens else "length")
+
+
+def test_non_finite_logits_end_the_request_and_poison_nobody(qwen3: Path) -> None:
+    """One token's embedding is NaN: whoever holds it is answered "abort"; others, before and after, are untouched."""
+    _, decoder = load_hub(qwen3, device=CPU, dtype=torch.float32)
+    bad = VOCAB - 1
+    with torch.no_grad():
+        decoder.embed.weight[bad] = float("nan")
+    # The embedding is also the head here, so give the head a finite copy that never chooses the bad token.
+    head = decoder.embed.weight.detach().clone()
+    head[bad] = 0.0
+
+    def logits(hidden_NE: torch.Tensor) -> torch.Tensor:
+        return (hidden_NE @ head.t()).index_fill(1, torch.tensor([bad]), -1e9)
+
+    decoder.logits = logits  # type: ignore[method-assign]
+    requests = make_requests(6)
+    poisoned = replace(requests[2], tokens=np.concatenate([requests[2].tokens, [bad]]).astype(np.int32))
+    events: list[str] = []
+
+    async def main(batch: list[Request], again: list[Request]):
+        with ThreadPoolExecutor(1) as compute:
+            config = EngineConfig(num_pages=60, page_tokens=8, max_running=6, token_budget=512)
+            engine = NativeEngine(
+                decoder,
+                config,
+                compute=compute,
+                emit=lambda kind, **_: events.append(kind),
+                device=CPU,
+                dtype=torch.float32,
+            )
+            await engine.start(dummy=False)
+            first = await asyncio.gather(*[collect(engine.submit(request)) for request in batch])
+            second = await asyncio.gather(*[collect(engine.submit(request)) for request in again])
+            assert engine._cycle is not None
+            engine._cycle.roster.check()
+            return first, second
+
+    clean_first, _ = asyncio.run(main(requests, []))
+    assert "engine.nonfinite" not in events
+    mixed, after = asyncio.run(main([*requests[:2], poisoned, *requests[3:]], requests))
+    assert mixed[2][0].finish == "abort" and "non-finite" in mixed[2][0].reason and "engine.nonfinite" in events
+    del mixed[2]
+    assert tokens_of(mixed) == tokens_of([*clean_first[:2], *clean_first[3:]])
+    assert tokens_of(after) == tokens_of(clean_first)

@@ -1,0 +1,139 @@
+"""Live progress: lines where there is no terminal, a panel where there is one, and a summary at the end."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from gyre.observe.events import EventLog, read_events
+from gyre.observe.live import LineProgress, PanelProgress, make_progress, render_panel, show_number, show_seconds
+from gyre.observe.live_state import LiveState, advance
+from hypothesis import given
+from hypothesis import strategies as st
+from observe_run import Clock, write_run
+from rich.console import Console
+
+
+def run_rows(folder: Path, clock: Clock, *, done: bool = True) -> None:
+    log = EventLog(folder / "events.jsonl", attempt=1, clock=clock)
+    log.emit("run.started", name="demo", stages=[{"name": "main", "steps": 4}])
+    log.emit("stage.started", stage="main", steps=4)
+    log.emit("eval.done", name="held_out", accuracy=0.4, n=500, step=0)
+    for step in range(1, 5):
+        clock.now += 2.0
+        log.emit("step.done", step=step, stage="main", metrics={"reward": 0.2 * step, "accuracy": 0.5, "kl": 0.001})
+    log.emit("fallback.sandbox", reason="no bubblewrap")
+    log.emit("eval.done", name="held_out", accuracy=0.93, n=500, step=4)
+    if done:
+        log.emit("run.done")
+
+
+def shown(progress: LineProgress, stream: io.StringIO, folder: Path) -> list[str]:
+    for row in read_events(folder / "events.jsonl"):
+        progress(row)
+    return stream.getvalue().splitlines()
+
+
+def test_lines_tell_stage_step_metrics_time_left_and_evaluations(tmp_path: Path) -> None:
+    run_rows(tmp_path, Clock())
+    stream = io.StringIO()
+    progress = make_progress(plain=True, console=Console(file=stream, width=300))
+    assert isinstance(progress, LineProgress)
+    assert shown(progress, stream, tmp_path) == [
+        "stage main (1/1, 4 steps)",
+        "eval held_out: accuracy 40.0% on 500 problems at step 0",
+        "[main 1/4]  reward 0.200  accuracy 50.0%  KL 0.001",
+        "[main 2/4]  reward 0.400  accuracy 50.0%  KL 0.001  2.0 s/step  4.0 s left",
+        "[main 3/4]  reward 0.600  accuracy 50.0%  KL 0.001  2.0 s/step  2.0 s left",
+        "[main 4/4]  reward 0.800  accuracy 50.0%  KL 0.001  2.0 s/step",
+        "fallback.sandbox: reason=no bubblewrap",
+        "eval held_out: accuracy 93.0% on 500 problems at step 4",
+    ]
+
+
+def test_fast_steps_do_not_flood_but_the_last_is_shown(tmp_path: Path) -> None:
+    log, stream = EventLog(tmp_path / "events.jsonl", attempt=1, clock=Clock()), io.StringIO()
+    progress = LineProgress(Console(file=stream, width=200))
+    log.subscribe(progress)
+    log.emit("stage.started", stage="sft", steps=300)
+    for step in range(1, 301):
+        log.emit("step.done", step=step, stage="sft", metrics={"loss": 1.0})
+    assert [line.split("]")[0] for line in stream.getvalue().splitlines()[1:]] == ["[sft 1/300", "[sft 300/300"]
+
+
+def test_summary_shows_before_after_and_what_to_type(tmp_path: Path) -> None:
+    run_rows(tmp_path, Clock())
+    stream = io.StringIO()
+    progress = make_progress(plain=True, console=Console(file=stream, width=300))
+    shown(progress, stream, tmp_path)
+    progress.summary(tmp_path, report=tmp_path / "report.html")
+    text = stream.getvalue()
+    for part in ("demo: done after 8.0 s", "held_out: accuracy 40.0% → 93.0% on 500 problems",
+                 "fallbacks, drops, retries and warnings: 1", f"report   {tmp_path / 'report.html'}",
+                 f"gyre chat {tmp_path}", f"gyre eval {tmp_path}", f"gyre report {tmp_path}"):  # fmt: skip
+        assert part in text
+    assert "--resume" not in text
+
+
+def test_a_stopped_run_says_how_to_go_on(tmp_path: Path) -> None:
+    run_rows(tmp_path, Clock(), done=False)
+    stream = io.StringIO()
+    progress = LineProgress(Console(file=stream, width=300))
+    shown(progress, stream, tmp_path)
+    progress.summary(tmp_path)
+    assert f"gyre train --resume {tmp_path}" in stream.getvalue()
+
+
+def test_a_terminal_gets_a_panel_that_goes_away(tmp_path: Path) -> None:
+    run_rows(tmp_path, Clock())
+    stream = io.StringIO()
+    progress = make_progress(console=Console(file=stream, width=100, force_terminal=True))
+    assert isinstance(progress, PanelProgress)
+    for row in read_events(tmp_path / "events.jsonl"):
+        progress(row)
+    progress.summary(tmp_path)
+    progress.close()
+    assert "40.0% → 93.0%" in stream.getvalue()
+
+
+def test_the_panel_fits_narrow_terminals_and_names_the_phase(tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+    state = LiveState()
+    for row in list(read_events(tmp_path / "run" / "events.jsonl"))[:1300]:
+        state = advance(state, row)
+    for width in (60, 100):
+        console = Console(file=io.StringIO(), width=width, record=True)
+        console.print(render_panel(state, state.now_t + 1))
+        lines = console.export_text().splitlines()
+        assert max(map(len, lines)) <= width
+        text = "\n".join(lines)
+        assert all(part in text for part in ("main", "stage 2 of 2", "phase", "reward", "left", "held_out"))
+
+
+def test_a_resumed_run_shows_where_it_is_from_the_start(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", sft_steps=8, grpo_steps=8, groups=0)
+    stream = io.StringIO()
+    progress = make_progress(
+        plain=True, console=Console(file=stream), history=read_events(tmp_path / "run" / "events.jsonl")
+    )
+    assert stream.getvalue() == ""
+    progress.summary(tmp_path / "run")
+    text = stream.getvalue()
+    assert "0.0% → 94.0%" in text
+    assert " h " not in text.splitlines()[0]  # the hour and a half between the attempts is no run time
+
+
+@given(values=st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=5))
+def test_any_metric_can_be_shown(values: list[float]) -> None:
+    state = LiveState()
+    for step, value in enumerate(values):
+        row = {"kind": "step.done", "t": float(step), "attempt": 1, "seq": step, "step": step, "stage": "s",
+               "metrics": {"reward": value, "kl": value, "loss": value}}  # fmt: skip
+        state = advance(state, row)
+    Console(file=io.StringIO(), width=80).print(render_panel(state, 100.0))
+
+
+def test_numbers_for_people() -> None:
+    assert [show_number(value) for value in (0.0, 0.1234, 12.34, 512.2, 43210.0, 3.2e6, 2e-7)] == [
+        "0", "0.123", "12.3", "512", "43.2k", "3.2M", "2.0e-07"]  # fmt: skip
+    assert [show_seconds(value) for value in (0.5, 42, 61, 3725)] == ["0.5 s", "42 s", "1 min 01 s", "1 h 02 min"]

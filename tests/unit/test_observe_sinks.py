@@ -1,0 +1,87 @@
+"""Sinks: what TensorBoard and W&B read back equals the events."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from gyre.core.errors import ConfigError
+from gyre.observe.events import EventLog
+from gyre.observe.sinks import TensorBoardSink, WandbSink, scalars
+
+
+def feed(sink: TensorBoardSink | WandbSink, folder: Path) -> None:
+    log = EventLog(folder / "events.jsonl", attempt=1)
+    log.subscribe(sink.write)
+    log.emit("stage.started", stage="cold_start", steps=2)
+    for step in (1, 2):
+        log.emit("step.done", step=step, metrics={"loss": 1.0 / step, "odd": float("nan")})
+    log.emit("stage.started", stage="main", steps=1)
+    log.emit("step.done", step=1, stage="main", metrics={"reward": 0.5})
+    log.emit("eval.done", name="held_out", accuracy=0.75, n=512, step=1)
+    log.emit("memory", phase="train", bytes={})
+    sink.close()
+    sink.close()
+
+
+def test_tensorboard_files_read_back(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    feed(TensorBoardSink(tmp_path / "tensorboard"), tmp_path)
+    seen = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    points = {tag: [(event.step, event.value) for event in seen.Scalars(tag)] for tag in seen.Tags()["scalars"]}
+    assert points["cold_start/loss"] == [(1, 1.0), (2, 0.5)]
+    assert points["main/reward"] == [(1, 0.5)]
+    assert points["main/eval/held_out/accuracy"] == [(1, 0.75)]
+    assert points["main/eval/held_out/n"] == [(1, 512.0)]
+
+
+def test_tensorboard_forgets_what_a_resume_lives_through_again(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = tmp_path / "tensorboard"
+    for attempt, steps in ((1, range(1, 6)), (2, range(4, 8))):
+        log, sink = EventLog(tmp_path / "events.jsonl", attempt=attempt), TensorBoardSink(folder)
+        log.subscribe(sink.write)
+        if attempt == 2:
+            log.fence(1, 3, step=3)
+        for step in steps:
+            log.emit("step.done", step=step, stage="main", metrics={"loss": attempt * 10.0 + step})
+        sink.close()
+    events = EventAccumulator(str(folder)).Reload().Scalars("main/loss")
+    assert [event.value for event in events] == [11.0, 12.0, 13.0, 24.0, 25.0, 26.0, 27.0]
+
+
+def test_wandb_offline_keeps_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "home"))
+    feed(WandbSink(tmp_path / "run", project="gyre", name="test", config={"seed": 0}), tmp_path)
+    files = list((tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert len(files) == 1
+    content = files[0].read_bytes()
+    for expected in (b"main/reward", b"cold_start/loss", b"main/eval/held_out/accuracy"):
+        assert expected in content
+
+
+@pytest.mark.parametrize("package", ["tensorboard", "wandb"])
+def test_an_absent_package_names_the_extra(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=package) as caught:
+        TensorBoardSink(tmp_path) if package == "tensorboard" else WandbSink(tmp_path, project="p", name="n")
+    assert "gyre-rl[track]" in caught.value.hint
+
+
+def test_rows_without_curves_have_no_scalars() -> None:
+    assert scalars({"kind": "phase.ended", "seconds": 1.0}) == {}
+    assert scalars({"kind": "step.done", "metrics": {"a": 1, "b": "x", "c": True}}) == {"a": 1.0}
+
+
+def test_the_room_needs_neither_torch_nor_a_tracker() -> None:
+    modules = "events samples spans metrics sinks live report hardware overlap config catalog"
+    program = "import sys\n" + "".join(f"import gyre.observe.{name}\n" for name in modules.split())
+    program += "print(sorted({'torch', 'tensorboard', 'wandb', 'transformers'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "[]\n"

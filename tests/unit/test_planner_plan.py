@@ -1,0 +1,260 @@
+"""Plans: always complete, always within the machine, the same for the same question; refusals say what would fit."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gyre.core.errors import ConfigError, GyreError, MemoryBudgetError, SnapshotError
+from gyre.planner.decide import make_plan
+from gyre.planner.explain import explain
+from gyre.planner.hardware import read_hardware
+from gyre.planner.plan import Hardware, ModelNumbers, Plan, PlanInputs, Sizes
+from gyre.planner.sizes import derive
+from gyre.vram.phases import RING
+
+MIB = 1 << 20
+
+MODEL = ModelNumbers(
+    num_parameters=3_300_000,
+    vocab_size=512,
+    hidden_size=256,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    mlp_size=768,
+    context_tokens=1024,
+)
+LAPTOP = Hardware(
+    device="cpu",
+    device_name="a CPU",
+    device_total_bytes=8 << 30,
+    device_free_bytes=6 << 30,
+    host_total_bytes=8 << 30,
+    host_available_bytes=6 << 30,
+    disk_free_bytes=20 << 30,
+    cores=2,
+    bf16=False,
+)
+GPU = replace(
+    LAPTOP, device="cuda", device_name="a GPU", device_total_bytes=80 << 30, device_free_bytes=79 << 30, bf16=True
+)
+
+
+def ask(**changes) -> PlanInputs:
+    base = {
+        "model": MODEL,
+        "objective": "grpo",
+        "online": True,
+        "prompts_per_step": 32,
+        "completions_per_prompt": 8,
+        "max_prompt_tokens": 64,
+        "max_completion_tokens": 128,
+        "reference": True,
+    }
+    return PlanInputs(**{**base, **changes})
+
+
+@st.composite
+def questions(draw) -> PlanInputs:
+    prompts, completions = draw(st.integers(1, 40)), draw(st.integers(1, 9))
+    return ask(
+        prompts_per_step=prompts,
+        completions_per_prompt=completions,
+        max_prompt_tokens=draw(st.integers(1, 200)),
+        max_completion_tokens=draw(st.integers(1, 200)),
+        sequences_per_update=draw(st.none() | st.integers(1, prompts * completions)),
+        tokens_per_chunk=draw(st.none() | st.sampled_from([256, 1024, 8192])),
+        epochs_per_batch=draw(st.integers(1, 3)),
+        online=draw(st.booleans()),
+        critic=draw(st.booleans()),
+        reference=draw(st.booleans()),
+        shared_weights=draw(st.booleans()),
+        dtype=draw(st.sampled_from([None, "float32", "bfloat16"])),
+        kv_pages=draw(st.none() | st.integers(25, 4000)),
+        residency=draw(st.sampled_from([None, "resident", "spill", "phase"])),
+        device_budget_bytes=draw(st.none() | st.integers(20, 2000).map(lambda mib: mib * MIB)),
+        host_budget_bytes=draw(st.none() | st.integers(0, 300).map(lambda mib: mib * MIB)),
+        disk_tier=draw(st.booleans()),
+        leave=draw(st.sampled_from([{}, {"engine.kv": "park"}])),
+    )
+
+
+@settings(max_examples=80, deadline=None)
+@given(inputs=questions(), hardware=st.sampled_from([LAPTOP, GPU]))
+def test_a_plan_is_complete_and_fits(inputs: PlanInputs, hardware: Hardware) -> None:
+    try:
+        plan = make_plan(inputs, hardware)
+    except GyreError as error:
+        assert error.hint, error.message
+        return
+    assert make_plan(inputs, hardware) == plan
+    assert Plan.from_json(plan.to_json()) == plan
+    assert "auto" not in plan.to_json()
+    for phase in plan.phases:
+        assert phase.peak_device_bytes <= plan.device_budget_bytes
+        assert phase.peak_host_bytes <= plan.host_budget_bytes
+        assert sum(phase.disk.values()) <= plan.disk_budget_bytes
+        for component in plan.components:
+            assert phase.phase not in component.phases or component.name in phase.device
+    asked = (
+        ("dtype", plan.dtype),
+        ("tokens_per_chunk", plan.sizes.tokens_per_chunk),
+        ("sequences_per_update", plan.sizes.sequences_per_update),
+        ("residency", plan.residency),
+        ("device_budget_bytes", plan.device_budget_bytes),
+        ("host_budget_bytes", plan.host_budget_bytes),
+    )
+    for name, got in asked:
+        assert getattr(inputs, name) in (None, got), "what the user gave is kept"
+        assert plan.reasons[name]
+    if inputs.online:
+        each = -(-plan.derived.longest_sequence_tokens // plan.page_tokens)
+        assert plan.kv_pages >= (each if inputs.kv_pages is None else inputs.kv_pages)
+    assert explain(plan)
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_derived_numbers_add_up(data) -> None:
+    prompts, completions = data.draw(st.integers(1, 64)), data.draw(st.integers(1, 16))
+    sequences = prompts * completions
+    update = data.draw(st.integers(1, sequences))
+    inputs = ask(prompts_per_step=prompts, completions_per_prompt=completions, epochs_per_batch=2)
+    chunk = data.draw(st.integers(192, 5000))
+    sizes = Sizes(
+        prompts_per_step=prompts,
+        completions_per_prompt=completions,
+        sequences_per_update=update,
+        tokens_per_chunk=chunk,
+    )
+    derived = derive(sizes, inputs)
+    updates = derived.updates_per_step // 2
+    assert (updates - 1) * update + derived.sequences_in_last_update == sequences
+    assert 0 < derived.sequences_in_last_update <= update
+    assert derived.chunks_per_update * (chunk // 192) >= update
+    assert derived.expected_tokens_per_step <= derived.most_tokens_per_step == sequences * 192
+    uneven = [note for note in derived.notes if "do not divide" in note]
+    assert bool(uneven) == bool(sequences % update)
+    for note in uneven:
+        better = int(re.findall(r"; (\d+) would divide", note)[0])
+        assert sequences % better == 0 and better <= update
+    assert any("cuts through" in note for note in derived.notes) == (completions > 1 and bool(update % completions))
+
+
+def test_a_laptop_keeps_everything_where_it_is() -> None:
+    plan = make_plan(ask(), LAPTOP)
+    assert (plan.device, plan.dtype, plan.threads, plan.residency) == ("cpu", "float32", 2, "resident")
+    assert [phase.phase for phase in plan.phases] == list(RING)
+    assert all(phase.moved_bytes == 0 and not phase.host for phase in plan.phases)
+    assert plan.kv_pages == 256 * 12
+    assert plan.sizes.sequences_per_update == 256
+
+
+def test_a_small_device_takes_turns() -> None:
+    """All components need 260 MiB at once; the largest phase alone needs less."""
+    plan = make_plan(ask(device_budget_bytes=230 * MIB, tokens_per_chunk=512, kv_pages=1500), LAPTOP)
+    assert plan.residency == "spill"
+    by_phase = {phase.phase: phase for phase in plan.phases}
+    assert "engine.kv" in by_phase["rollout"].device
+    assert "actor.optimizer" in by_phase["train"].device
+    assert any(phase.moved_bytes for phase in plan.phases) or "engine.kv" not in by_phase["train"].device
+    assert plan.reasons["residency"].startswith("not everything fits")
+
+
+def test_kv_takes_what_is_left_and_the_plan_says_what_that_means() -> None:
+    plan = make_plan(ask(device_budget_bytes=260 * MIB, tokens_per_chunk=512), LAPTOP)
+    assert 12 <= plan.kv_pages < 256 * 12
+    assert "what the device budget leaves" in plan.reasons["kv_pages"]
+    assert any("preempted" in note for note in plan.notes)
+
+
+def test_chunks_shrink_before_the_plan_gives_up() -> None:
+    plan = make_plan(ask(device_budget_bytes=300 * MIB), LAPTOP)
+    assert 192 <= plan.sizes.tokens_per_chunk < 8192
+    assert plan.reasons["tokens_per_chunk"].startswith("largest that fits")
+
+
+def test_too_small_a_device_is_refused_with_the_setting_that_fits() -> None:
+    with pytest.raises(MemoryBudgetError) as refusal:
+        make_plan(ask(device_budget_bytes=60 * MIB), LAPTOP)
+    named = re.search(r"memory\.device_budget_bytes to at least (\d+)", refusal.value.hint)
+    assert named, refusal.value.hint
+    assert re.search(r"actor\.|engine\.", refusal.value.message)
+
+
+def test_gpu_defaults() -> None:
+    plan = make_plan(ask(disk_tier=True), GPU)
+    assert (plan.device, plan.dtype) == ("cuda", "bfloat16")
+    assert plan.device_budget_bytes == int(0.9 * (79 << 30))
+    assert "actor.master" in {component.name for component in plan.components}
+    assert plan.disk_budget_bytes > 0
+
+
+def test_offline_objectives_generate_nothing() -> None:
+    plan = make_plan(ask(objective="dpo", online=False, completions_per_prompt=2), LAPTOP)
+    assert [phase.phase for phase in plan.phases] == ["score", "train", "evaluate"]
+    assert plan.kv_pages == plan.max_running == 0
+    assert "kv_pages" not in explain(plan)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_completion_tokens": 2000}, "2064 tokens of context, the model has 1024"),
+        ({"tokens_per_chunk": 100}, "tokens_per_chunk = 100 cannot hold a sequence of 192 tokens"),
+        ({"sequences_per_update": 257}, "a step has 256 sequences"),
+        ({"prompts_per_step": 0}, "prompts_per_step = 0"),
+        ({"device": "cuda"}, "no CUDA device"),
+        ({"leave": {"actor.params": "destroy"}}, r"actor\.params cannot be destroyed"),
+        ({"leave": {"reference": "disk"}}, "reference has no disk tier"),
+    ],
+)
+def test_what_cannot_work_is_a_config_error(changes, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_plan(ask(**changes), LAPTOP)
+
+
+def test_notes_warn_of_slow_choices() -> None:
+    plan = make_plan(ask(threads=8, dtype="bfloat16"), LAPTOP)
+    assert any("8 threads on 2 cores" in note for note in plan.notes)
+    assert any("no bfloat16 products" in note for note in plan.notes)
+
+
+def test_explanation_names_each_number_and_owner() -> None:
+    plan = make_plan(ask(), LAPTOP)
+    text = explain(plan)
+    for name in ("prompts_per_step", "completions_per_prompt", "sequences_per_update", "tokens_per_chunk", "kv_pages"):
+        assert name in text
+    for component in plan.components:
+        assert component.name in text
+    assert "60% of 6.00 GiB available memory" in text
+    head = next(line for line in text.splitlines() if line.split()[:2] == ["owner", "rollout"])
+    assert head.split() == ["owner", *RING]
+    assert "\x1b" not in text
+
+
+def test_a_plan_of_another_version_is_refused() -> None:
+    plan = make_plan(ask(), LAPTOP)
+    values = json.loads(plan.to_json())
+    for damage in ({**values, "surprise": 1}, {k: v for k, v in values.items() if k != "sizes"}, []):
+        with pytest.raises(SnapshotError, match="not a plan of this version"):
+            Plan.from_json(json.dumps(damage))
+    with pytest.raises(SnapshotError):
+        Plan.from_json("{")
+
+
+def test_this_machine_can_be_planned_for(tmp_path: Path) -> None:
+    hardware = read_hardware(tmp_path / "not" / "there" / "yet")
+    assert hardware.cores >= 1
+    assert 0 < hardware.host_available_bytes <= hardware.host_total_bytes
+    assert hardware.disk_free_bytes > 0
+    plan = make_plan(ask(device="cpu", prompts_per_step=1, completions_per_prompt=2), hardware)
+    assert plan.hardware == hardware

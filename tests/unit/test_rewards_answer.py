@@ -1,0 +1,168 @@
+"""Answer matcher: what is found, how it is compared, and the four outcomes."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gyre.rewards.answer import clean_label, compare, extract, match_answer, parse_number
+
+FORMS = ("tag", "boxed", "hash")
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("<think>2</think><answer> 42 </answer>", "42"),
+        ("<answer>1</answer> no: <answer>2</answer>", "2"),
+        ("<answer>1</answer> no: <answer>2", None),  # the last one has no end
+        ("<answer></answer>", None),
+        (r"<answer>so \boxed{7}</answer>", "7"),
+        (r"so \boxed{\frac{1}{2}} then \boxed{\frac{3}{\sqrt{2}}}", r"\frac{3}{\sqrt{2}}"),
+        (r"\boxed{1} and \boxed{2", None),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed {5}", "5"),
+        (r"\boxed 5", None),
+        (r"\fbox{a}", "a"),
+        ("7 + 3 = 10\n#### 10\nDone", "10"),
+        ("#### 1,234", "1,234"),
+        ("the answer is 5", None),
+    ],
+)
+def test_finds_the_last_answer(text, found):
+    assert extract(text, FORMS) == found
+
+
+def test_forms_are_a_choice():
+    assert extract(r"<answer>1</answer> \boxed{2}", ("boxed",)) == "2"
+    assert extract(r"<answer>1</answer> \boxed{2}", ("tag", "boxed")) == "1"
+    assert extract("first 3, then 1,250.5 apples", ("number",)) == "1,250.5"
+    assert extract("  yes ", ("plain",)) == "yes"
+
+
+braces = st.recursive(
+    st.text("ab1+", max_size=4),
+    lambda inner: st.builds(lambda a, b, c: f"{a}{{{b}}}{c}", inner, inner, inner),
+    max_leaves=8,
+)
+
+
+@given(inside=braces, before=st.text("xy{} ", max_size=6), after=st.text("xy ", max_size=6))
+def test_box_gives_back_any_balanced_content(inside, before, after):
+    assert extract(f"{before}\\boxed{{{inside}}}{after}", ("boxed",)) == (inside.strip() or None)
+
+
+@given(st.text(max_size=80))
+def test_extraction_never_raises(text):
+    for form in ("tag", "boxed", "hash", "number", "plain"):
+        extract(text, (form,))
+    extract("\\boxed{" + text, FORMS)
+    parse_number(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("42", Fraction(42)),
+        ("-3", Fraction(-3)),
+        ("−3", Fraction(-3)),
+        ("1,234,567", Fraction(1234567)),
+        ("1{,}234", Fraction(1234)),
+        ("12,34", None),
+        ("3/4", Fraction(3, 4)),
+        (r"\frac{3}{4}", Fraction(3, 4)),
+        (r"-\dfrac{3}{4}", Fraction(-3, 4)),
+        (r"\frac34", Fraction(3, 4)),
+        ("1 1/2", Fraction(3, 2)),
+        ("1/0", None),
+        ("$0.50", Fraction(1, 2)),
+        ("75\\%", Fraction(75)),
+        (".5", Fraction(1, 2)),
+        ("2.", Fraction(2)),
+        ("1e3", Fraction(1000)),
+        ("1e999999999", None),
+        ("9" * 5000, None),
+        ("x", None),
+        ("", None),
+        ("1 2", None),
+    ],
+)
+def test_reads_numbers(text, value):
+    assert parse_number(text) == value
+
+
+@given(numerator=st.integers(-(10**9), 10**9), denominator=st.integers(1, 10**6))
+def test_one_number_in_three_spellings(numerator, denominator):
+    value = Fraction(numerator, denominator)
+    sign = "-" if value < 0 else ""
+    spellings = [
+        f"{value.numerator}/{value.denominator}",
+        f"{sign}\\frac{{{abs(value.numerator)}}}{{{value.denominator}}}",
+    ]
+    if value.denominator == 1:
+        spellings += [str(value.numerator), f"{value.numerator:,}", f"{value.numerator}.0"]
+    for spelling in spellings:
+        assert parse_number(spelling) == value
+        assert compare(spelling, spellings[0], how="numeric").outcome == "right"
+
+
+@given(value=st.integers(-(10**12), 10**12), off=st.integers(1, 1000))
+def test_whole_numbers_have_no_tolerance(value, off):
+    assert compare(str(value + off), str(value), how="numeric", tolerance=0.1).outcome == "wrong"
+
+
+@pytest.mark.parametrize(
+    ("answer", "label", "how", "outcome"),
+    [
+        ("42", "42", "exact", "right"),
+        ("42.0", "42", "exact", "wrong"),
+        ("42.0", "42", "numeric", "right"),
+        ("0.333", "1/3", "numeric", "wrong"),
+        ("0.33333333", "1/3", "numeric", "right"),
+        ("50%", "0.5", "numeric", "right"),
+        ("about five", "5", "numeric", "unreadable answer"),
+        ("5", "five", "numeric", "unreadable label"),
+        ("Paris.", "paris", "auto", "right"),
+        ("London", "Paris", "auto", "wrong"),
+        (r"\text{Yes}", "yes", "auto", "right"),
+        (r"\frac{\sqrt{2}}{2}", r"\frac{1}{\sqrt{2}}", "auto", "right"),
+        ("x = 5", "5", "auto", "right"),
+        ("2^3", "8", "auto", "right"),
+        ("(x+1)^2", "x^2+2x+1", "latex", "right"),
+        (r"\{2,1\}", r"\{1,2\}", "latex", "right"),
+        ("(-\\infty, 3]", "(-\\infty, 3)", "latex", "wrong"),
+        ("1, 2, 42", "42", "auto", "wrong"),
+        ("42 or 43", "42", "auto", "wrong"),
+        ("???", "5", "auto", "unreadable answer"),
+        (r"\frac{3}{", "5", "auto", "unreadable answer"),
+        ("5", "???", "latex", "unreadable label"),
+    ],
+)
+def test_outcomes(answer, label, how, outcome):
+    assert compare(answer, label, how=how).outcome == outcome
+
+
+def test_no_label_is_told_apart_from_no_answer():
+    right = r"<answer>5</answer>"
+    for label in (None, "", "  ", [], {"a": 1}, True):
+        assert match_answer(right, label, forms=FORMS).outcome == "unreadable label"
+    assert match_answer("5", "5", forms=FORMS).outcome == "unreadable answer"
+    assert match_answer(right, 5, forms=FORMS).outcome == "right"
+    assert match_answer(right, "2 + 3 = 5\n#### 5", forms=FORMS).outcome == "right"
+    assert clean_label(r"so it is \boxed{\frac{1}{2}}") == r"\frac{1}{2}"
+
+
+def test_only_the_tail_is_read():
+    text = "<answer>5</answer>" + " " * 400
+    assert match_answer(text, "5", forms=FORMS, tail_chars=300).outcome == "unreadable answer"
+
+
+def test_slow_comparison_is_announced_first():
+    told = []
+    for answer, label, slow in (("5", "5", 0), ("5.0", "5", 0), ("cat", "dog", 0), ("2^3", "8", 1)):
+        told.clear()
+        compare(answer, label, how="auto", before_latex=lambda: told.append(1))
+        assert len(told) == slow
