@@ -130,7 +130,7 @@ sample_groups_per_step = 0
         "phases_s": {name: round(statistics.median(values), 3) for name, values in phases.items()},
         "dtype": started["dtype"],
         "tokens": done[-1]["num_tokens"],
-        "logprob_gap": done[-1]["metrics"].get("logprob_gap", done[-1]["metrics"].get("engine_gap")),
+        "logprob_gap": done[-1]["metrics"]["logprob_gap"],
         "completion_tokens": done[-1]["metrics"]["length"],
     }
 

@@ -5,8 +5,12 @@ ConfigError that names the key, what it got and what it accepts. Imports no torc
 from __future__ import annotations
 
 import copy
+import difflib
+import re
 import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import Field, ValidationError, model_validator
@@ -23,6 +27,32 @@ from gyre.rewards.config import RewardsConfig
 from gyre.text.config import TokenizerConfig
 from gyre.trainer.config import SnapshotConfig, TrainerConfig
 from gyre.vram.config import MemoryConfig
+
+CHECK_HINT = "`gyre plan` checks a config without running it"
+
+KINDS: Mapping[type, str] = MappingProxyType(
+    {bool: "true or false", int: "a whole number", float: "a number", str: "a text in quotes"}
+)
+
+# What pydantic's refusals mean, in the words of the TOML; values in braces come with the refusal.
+ACCEPTED: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("int_type", "int_parsing", "int_from_float", "int_parsing_size"), KINDS[int]),
+        **dict.fromkeys(("float_type", "float_parsing"), KINDS[float]),
+        **dict.fromkeys(("bool_type", "bool_parsing"), KINDS[bool]),
+        **dict.fromkeys(("tuple_type", "list_type"), "a list"),
+        **dict.fromkeys(("model_type", "model_attributes_type", "dict_type", "dict_attributes_type"), "a table"),
+        "string_type": KINDS[str],
+        "finite_number": "a finite number",
+        "greater_than": "more than {gt}",
+        "greater_than_equal": "{ge} or more",
+        "less_than": "less than {lt}",
+        "less_than_equal": "{le} or less",
+        "multiple_of": "a multiple of {multiple_of}",
+        "too_long": "a list of {max_length} at most",
+        "too_short": "a list of {min_length} at least",
+    }
+)
 
 
 class RunConfig(Section):
@@ -63,14 +93,24 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def check_together(self) -> RunConfig:
-        if needs_rollouts(self.objective) and not self.rewards.parts:
+        objective, size = self.objective, self.rollout.completions_per_prompt
+        if needs_rollouts(objective) and not self.rewards.parts:
             raise ValueError(
-                f"objective.kind = '{self.objective.kind}' learns from rewards: name at least one [[rewards.parts]]"
+                f"objective.kind = '{objective.kind}' learns from rewards: name at least one [[rewards.parts]]"
             )
-        if is_pairwise(self.objective) and self.trainer.sequences_per_update % 2:
+        if is_pairwise(objective) and self.trainer.sequences_per_update % 2:
             raise ValueError(
-                f"trainer.sequences_per_update = {self.trainer.sequences_per_update}: pairs stay together, give an even number"
+                f"trainer.sequences_per_update = {self.trainer.sequences_per_update}: pairs stay together, "
+                "give an even number"
             )
+        compares = isinstance(objective, GrpoConfig) and objective.baseline != "none"
+        if size < 2 and (compares or (objective.kind == "dpo" and needs_rollouts(objective))):
+            raise ValueError(
+                f"rollout.completions_per_prompt = {size}: objective.kind = '{objective.kind}' compares the completions "
+                "of a prompt with each other, so each needs 2 or more"
+            )
+        if self.goal is not None and self.eval.num_problems == 0:
+            raise ValueError("[goal] is judged by evaluations: give eval.num_problems more than 0")
         return self
 
 
@@ -88,44 +128,126 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is no TOML: {error}", hint="see configs/ for examples") from error
 
 
-def apply_overrides(tree: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
-    """Return the tree with each "a.b=c" set; c is read as TOML, or as a plain text where that fails."""
-    tree = copy.deepcopy(tree)
+def apply_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the tree with each "a.b=c" set; c is read as TOML, or as a plain text where that fails. A number in the
+    path counts the tables of a list from 0, as in "rewards.parts.1.weight=0.2"."""
+    changed = copy.deepcopy(dict(tree))
     for override in overrides:
         key, equals, text = override.partition("=")
-        path = key.strip().split(".")
+        path = [name.strip() for name in key.split(".")]
         if not equals or not all(path):
             raise ConfigError(f"--set {override}: need KEY=VALUE", hint="for example --set trainer.steps=10")
-        table = tree
+        node: Any = changed
         for name in path[:-1]:
-            table = table.setdefault(name, {})
-            if not isinstance(table, dict):
-                raise ConfigError(f"--set {override}: '{name}' is a value, not a table", hint="check the key's path")
-        table[path[-1]] = _read_value(text.strip())
-    return tree
+            node = _step_into(node, name, override)
+        last = path[-1]
+        if not isinstance(node, dict):
+            _step_into(node, last, override)
+            node[int(last)] = _read_value(text.strip())
+        else:
+            node[last] = _read_value(text.strip())
+    return changed
 
 
-def parse_run_config(tree: dict[str, Any], *, where: str) -> RunConfig:
+def parse_run_config(tree: Mapping[str, Any], *, where: str) -> RunConfig:
+    """Check a tree of plain values. ConfigError with one sentence for each key at fault."""
     try:
-        return RunConfig.model_validate(tree)
+        config = RunConfig.model_validate(tree)
     except ValidationError as error:
-        faults = [_describe(fault) for fault in error.errors()]
+        faults = _describe_faults(error, tree)
+        raise ConfigError(f"{where}: " + "; ".join(faults), hint=CHECK_HINT) from error
+    converted = list(_find_conversions(tree, config, ""))
+    if converted:
+        raise ConfigError(f"{where}: " + "; ".join(converted), hint=CHECK_HINT)
+    return config
+
+
+def _step_into(node: Any, name: str, override: str) -> Any:
+    """The table or list entry that `name` means; a table that is not there yet is made."""
+    if isinstance(node, dict):
+        return node.setdefault(name, {})
+    if not isinstance(node, list):
+        raise ConfigError(f"--set {override}: no table there to hold '{name}'", hint="check the key's path")
+    if not name.isdecimal() or int(name) >= len(node):
         raise ConfigError(
-            f"{where}: " + "; ".join(faults), hint="`gyre plan` checks a config without running it"
-        ) from error
-
-
-def _describe(fault: Any) -> str:
-    """One fault as "key = value: what is accepted"."""
-    key = ".".join(str(part) for part in fault["loc"] if part not in ("sft", "rm", "dpo", "grpo", "ppo"))
-    message = fault["msg"].removeprefix("Value error, ")
-    if fault["type"] == "value_error" or isinstance(fault.get("input"), dict):
-        return f"{key}: {message}" if key else message
-    return f"{key} = {fault.get('input')!r}: {message}"
+            f"--set {override}: '{name}' is no place in a list of {len(node)}",
+            hint=f"count from 0 to {len(node) - 1}" if node else "the list is empty: name its parts in the file",
+        )
+    return node[int(name)]
 
 
 def _read_value(text: str) -> Any:
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        read = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
+    return read["value"] if len(read) == 1 else text
+
+
+def _describe_faults(error: ValidationError, tree: Mapping[str, Any]) -> list[str]:
+    """One sentence per key: what it holds and what is accepted. Members of a union that refuse the same value
+    ("a whole number", "'auto'") become one sentence."""
+    sentences: list[str] = []
+    refused: dict[str, tuple[Any, list[str]]] = {}
+    for fault in error.errors():
+        key = _find_key(fault["loc"], tree, missing=fault["type"] == "missing")
+        if fault["type"] == "value_error":
+            message = fault["msg"].removeprefix("Value error, ")
+            sentences.append(f"{key}: {message}" if key else message)
+        elif fault["type"] == "missing":
+            sentences.append(f"{key} is missing")
+        elif fault["type"] == "union_tag_not_found":
+            sentences.append(f"{key}.kind is missing: it says which keys '{key}' takes")
+        elif fault["type"] == "union_tag_invalid":
+            tags = fault["ctx"]["expected_tags"]
+            refused[f"{key}.kind"] = (fault["ctx"]["tag"], [tags + _nearest(fault["ctx"]["tag"], tags)])
+        else:
+            refused.setdefault(key, (fault["input"], []))[1].append(_accepted(fault))
+    for key, (value, accepted) in refused.items():
+        got = "" if isinstance(value, dict | list) else f" = {value!r}"
+        sentences.append(f"{key}{got}: need {' or '.join(dict.fromkeys(accepted))}")
+    return sentences
+
+
+def _find_key(place: Sequence[int | str], tree: Any, *, missing: bool) -> str:
+    """The key in the file. A place also names members of unions, which no file holds."""
+    names: list[str] = []
+    for part in place:
+        if isinstance(tree, Mapping) and part in tree:
+            tree = tree[part]
+        elif isinstance(tree, Sequence) and isinstance(part, int) and part < len(tree):
+            tree = tree[part]
+        elif not (missing and part == place[-1]):
+            continue
+        names.append(str(part))
+    return ".".join(names)
+
+
+def _accepted(fault: Any) -> str:
+    """What a key accepts, in the words of the TOML."""
+    context = fault.get("ctx", {})
+    if fault["type"] == "literal_error":
+        return context["expected"] + _nearest(fault["input"], context["expected"])
+    words = ACCEPTED.get(fault["type"])
+    if words is None:
+        return fault["msg"].removeprefix("Input should be ")
+    return words.format(**context)
+
+
+def _nearest(given: Any, expected: str) -> str:
+    """ "; did you mean …" for a text that is close to one of the quoted ones."""
+    near = difflib.get_close_matches(str(given), re.findall(r"'([^']*)'", expected), n=1, cutoff=0.5)
+    return f"; did you mean '{near[0]}'?" if near else ""
+
+
+def _find_conversions(given: Any, made: Any, key: str) -> Iterator[str]:
+    """Values that were taken for something else than they are, such as "10" or true for a number."""
+    if isinstance(given, Mapping):
+        for name, value in given.items():
+            inside = made[name] if isinstance(made, Mapping) else getattr(made, name)
+            yield from _find_conversions(value, inside, f"{key}.{name}" if key else name)
+    elif isinstance(given, list):
+        for index, (value, inside) in enumerate(zip(given, made, strict=True)):
+            yield from _find_conversions(value, inside, f"{key}.{index}")
+    elif type(given) is not type(made) and not (type(given) is int and type(made) is float):
+        yield f"{key} = {given!r}: need {KINDS.get(type(made), type(made).__name__)}"

@@ -66,7 +66,8 @@ class Chromium:
 
     def settle(self) -> None:
         """Return when what was asked to be drawn has been."""
-        self.script("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done, 60))))")
+        frame = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done, 60))))"
+        self.script(frame)
 
     def script(self, expression: str) -> Any:
         """Return the value of an expression, promises awaited."""

@@ -80,7 +80,9 @@ class Writer:
             table[owner] = {"device": 0 if gone else size, "host": kept if gone and not disk else 0,
                             "disk": kept if disk else 0}  # fmt: skip
         used = sum(tiers["device"] for tiers in table.values())
-        self.log.emit("memory", phase=phase, step=step, stage=self.stage, bytes=table, device_free=192 * MIB - used)
+        self.log.emit(
+            "memory", phase=phase, step=step, stage=self.stage, owners=table, device_free_bytes=192 * MIB - used
+        )
 
     def evaluate(self, step: int, accuracy: float) -> None:
         self.phase("evaluate", 1.6, step)
@@ -108,13 +110,15 @@ class Writer:
         answer, form = skill + self.rng.gauss(0, 0.03), min(1.0, 0.93 + 0.07 * skill + self.rng.gauss(0, 0.006))
         self.log.emit("step.done", step=step, stage=self.stage, metrics={
             "reward": 0.9 * answer + 0.1 * form, "reward/answer": answer, "reward/format": form, "accuracy": answer,
-            "length": 46 - 14 * skill + self.rng.gauss(0, 0.8), "entropy": 0.5 * (1 - 0.7 * skill) + self.rng.gauss(0, 0.01),
+            "length": 46 - 14 * skill + self.rng.gauss(0, 0.8),
+            "entropy": 0.5 * (1 - 0.7 * skill) + self.rng.gauss(0, 0.01),
             "kl_reference": 0.02 * step / steps + abs(self.rng.gauss(0, 0.001)), "kl_old": abs(self.rng.gauss(0, 2e-4)),
             "clip_fraction": abs(self.rng.gauss(0.012, 0.004)), "clip_low_fraction": abs(self.rng.gauss(0.005, 0.002)),
-            "clip_high_fraction": abs(self.rng.gauss(0.007, 0.002)), "engine_gap": abs(self.rng.gauss(2.1e-7, 2e-8)),
-            "engine_gap_max": 3.1e-6, "loss": self.rng.gauss(0, 0.004), "grad_norm": self.rng.uniform(0.18, 0.5),
-            "learning_rate": 3e-4, "tokens_per_second": 3900 + self.rng.gauss(0, 150), "ratio": 1 + self.rng.gauss(0, 3e-4),
-            "tokens": 11800 + self.rng.gauss(0, 300), "skipped_updates": 0.0, "padding_share": abs(self.rng.gauss(0.05, 0.01)),
+            "clip_high_fraction": abs(self.rng.gauss(0.007, 0.002)), "logprob_gap": abs(self.rng.gauss(2.1e-7, 2e-8)),
+            "logprob_gap_max": 3.1e-6, "loss": self.rng.gauss(0, 0.004), "grad_norm": self.rng.uniform(0.18, 0.5),
+            "learning_rate": 3e-4, "tokens_per_second": 3900 + self.rng.gauss(0, 150),
+            "ratio": 1 + self.rng.gauss(0, 3e-4), "tokens": 11800 + self.rng.gauss(0, 300), "skipped_updates": 0.0,
+            "padding_share": abs(self.rng.gauss(0.05, 0.01)),
         })  # fmt: skip
         for group in range(groups):
             self.group(step, group, skill)
@@ -129,7 +133,9 @@ class Writer:
         for member in range(8):
             self.samples.write(self.sample(step, number, member, numbers, prompt, skill))
 
-    def sample(self, step: int, group: int, member: int, numbers: list[int], prompt: str, skill: float) -> dict[str, Any]:
+    def sample(
+        self, step: int, group: int, member: int, numbers: list[int], prompt: str, skill: float
+    ) -> dict[str, Any]:
         a, b, c = numbers
         right = self.rng.random() < skill
         result = a + b - c + (0 if right else self.rng.choice([-10, -1, 1, 9, 10]))
@@ -140,13 +146,16 @@ class Writer:
             if piece.isdigit():
                 logprobs[at] = round(-self.rng.expovariate(1.2 if not right else 6), 4)
         return {
-            "step": step, "stage": self.stage, "rollout_id": f"r{step}-{group}-{member}", "group_id": f"g{step}-{group}",
+            "step": step, "stage": self.stage, "rollout_id": f"r{step}-{group}-{member}",
+            "group_id": f"g{step}-{group}",
             "prompt": prompt, "completion": text, "tokens": [hash_id(piece) for piece in pieces], "pieces": pieces,
-            "logprobs": logprobs, "score": 1.0 if right else 0.1, "finish": "stop" if self.rng.random() > 0.04 else "length",
+            "logprobs": logprobs, "score": 1.0 if right else 0.1,
+            "finish": "stop" if self.rng.random() > 0.04 else "length",
             "parts": [
                 {"name": "answer", "value": float(right), "weight": 0.9, "outcome": "ok",
                  "reason": f"found {result}, wanted {a + b - c}" if not right else f"{result} equals the answer"},
-                {"name": "format", "value": 1.0, "weight": 0.1, "outcome": "ok", "reason": "think and answer tags in order"},
+                {"name": "format", "value": 1.0, "weight": 0.1, "outcome": "ok",
+                 "reason": "think and answer tags in order"},
             ],
         }  # fmt: skip
 

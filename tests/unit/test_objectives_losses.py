@@ -171,9 +171,9 @@ def test_first_step_identities(config, old_given):
     (loss / denominator(config, [5, 2, 8])).backward()
     metrics = finish_sums(sums)
     assert metrics["ratio"] == 1.0
-    assert metrics["engine_gap_mult"] == 1.0
+    assert metrics["logprob_gap_mult"] == 1.0
     assert metrics["tis_weight"] == 1.0
-    zero = ("kl_old", "kl_reference", "engine_gap", "engine_kl", "clip_fraction", "ratio_bounded_fraction")
+    zero = ("kl_old", "kl_reference", "logprob_gap", "engine_kl", "clip_fraction", "ratio_bounded_fraction")
     assert [metrics[name] for name in zero] == [0.0] * len(zero)
     shares = {"token": [1 / 15] * 3, "sequence": [1 / 5 / 3, 1 / 2 / 3, 1 / 8 / 3], "fixed_length": [1 / 48] * 3}
     for s, share in zip(sequences, shares[config.aggregation], strict=True):

@@ -14,13 +14,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from gyre.core.errors import SnapshotError
 from gyre.observe.events import EventLog, count_events, next_attempt, read_events
 from gyre.observe.jsonl import as_number
 from gyre.observe.lineage import trace_lineage
 from gyre.observe.samples import SampleLog, read_samples
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 
 def open_log(folder: Path, attempt: int | None = None) -> EventLog:

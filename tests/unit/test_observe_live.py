@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
-from gyre.observe.events import EventLog, read_events
-from gyre.observe.live import LineProgress, PanelProgress, make_progress, render_panel, show_number, show_seconds
-from gyre.observe.live_state import LiveState, advance
 from hypothesis import given
 from hypothesis import strategies as st
 from observe_run import Clock, write_run
 from rich.console import Console
+
+from gyre.observe.events import EventLog, read_events
+from gyre.observe.live import LineProgress, PanelProgress, make_progress, render_panel, show_number, show_seconds
+from gyre.observe.live_state import LiveState, advance
 
 
 def run_rows(folder: Path, clock: Clock, *, done: bool = True) -> None:

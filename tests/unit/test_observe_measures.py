@@ -6,12 +6,13 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from gyre.observe.hardware import describe_hardware, parse_cpu_max, parse_cpuinfo, parse_meminfo
 from gyre.observe.metrics import Metrics
 from gyre.observe.overlap import overlap_account
 from gyre.observe.spans import Spans
-from hypothesis import given
-from hypothesis import strategies as st
 
 
 class Recorder:

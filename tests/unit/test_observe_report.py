@@ -11,6 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from observe_run import Clock, write_run
+
 from gyre.core.errors import InputError
 from gyre.core.records import Prompt, Rollout, Sampling, Score, ScorePart
 from gyre.observe.catalog import PANELS, matches, pick, place
@@ -21,9 +25,6 @@ from gyre.observe.report_samples import GroupRef, choose_groups
 from gyre.observe.report_story import tell
 from gyre.observe.report_time import choose_spans, timeline
 from gyre.observe.samples import SampleLog, sample_row
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from observe_run import Clock, write_run
 
 
 class Page(HTMLParser):
@@ -84,7 +85,7 @@ def test_nothing_is_loaded_from_anywhere(page: Page) -> None:
 
 def test_curves_hold_what_the_events_hold(page: Page) -> None:
     panels = {panel["id"]: panel for panel in page.data["panels"]}
-    wanted = {"reward", "reward_parts", "accuracy", "length", "entropy", "kl", "clip_fraction", "engine_gap", "loss",
+    wanted = {"reward", "reward_parts", "accuracy", "length", "entropy", "kl", "clip_fraction", "logprob_gap", "loss",
               "grad_norm", "tokens_per_second", "learning_rate"}  # fmt: skip
     assert wanted <= set(panels)
     reward = panels["reward"]["series"][0]
@@ -95,7 +96,7 @@ def test_curves_hold_what_the_events_hold(page: Page) -> None:
     assert (held_out["dots"], held_out["v"][0], held_out["v"][-1], held_out["n"][0]) == (True, 0.0, 0.9398, 512)
     assert held_out["lo"][-1] < 0.9398 < held_out["hi"][-1]
     constants = {item["name"]: item["value"] for item in page.data["constants"]}
-    assert constants == {"engine_gap_max": 3.1e-6, "skipped_updates": 0.0}
+    assert constants == {"logprob_gap_max": 3.1e-6, "skipped_updates": 0.0}
 
 
 def test_time_memory_and_overlap_are_accounted_for(page: Page) -> None:
@@ -106,7 +107,7 @@ def test_time_memory_and_overlap_are_accounted_for(page: Page) -> None:
     assert total + data["timeline"]["unaccounted_s"] == pytest.approx(data["run"]["seconds"], rel=1e-3)
     assert 5400 < data["run"]["gaps"][0] < 5500  # the time away, and the work that was lost with the kill
     overlap = data["overlap"]["total"]
-    assert overlap["hidden_s"] == pytest.approx(overlap["rollout_s"] + overlap["reference_s"])
+    assert overlap["hidden_s"] == pytest.approx(overlap["rollout_s"] + overlap["reference_s"], abs=1e-3)
     memory = data["memory"]
     assert set(memory["owners"]) >= {"engine.kv", "actor.optimizer", "reference"}
     assert max(memory["tiers"]["disk"]["reference"]) == 13 << 20
@@ -168,7 +169,7 @@ def test_no_text_of_a_run_becomes_markup(tmp_path: Path) -> None:
     assert len(page.scripts) == 2  # the data and the page's own
     assert not [attrs for tag, attrs in page.tags if tag == "img" or "onerror" in attrs]
     assert page.data["run"]["name"] == HOSTILE
-    assert "".join(page.text).count("pwned") == 2  # in the title and in the heading, as text
+    assert "".join(page.text).count("pwned") == 3  # as text: in title, heading and summary
     own = page.scripts[1][1]
     assert own.startswith('"use strict"')
     assert "pwned" not in own
@@ -186,7 +187,8 @@ def test_embedded_json_reads_back_and_cannot_end_its_element(value: Any) -> None
 def test_missing_pieces_leave_out_their_parts_only(tmp_path: Path) -> None:
     EventLog(tmp_path / "events.jsonl", attempt=1).close()
     data = Page(write_report(tmp_path).read_text()).data
-    assert (data["panels"], data["timeline"], data["memory"], data["samples"], data["overlap"]) == ([], None, None, None, None)
+    assert data["panels"] == []
+    assert [data[part] for part in ("timeline", "memory", "samples", "overlap")] == [None] * 4
     log = EventLog(tmp_path / "events.jsonl", attempt=1, clock=Clock())
     log.emit("step.done", step=1, stage="sft", metrics={"loss": 2.5, "bad": math.inf})
     (tmp_path / "config.toml").write_text("not = [toml")
@@ -250,7 +252,12 @@ def test_means_do_not_reach_over_stages() -> None:
 
 
 def test_drawn_phases_are_bounded_and_keep_whole_steps() -> None:
-    spans = [(f"train{'/in' * depth}", depth, step + depth / 9, 0.1, float(step), "m") for step in range(1000) for depth in (0, 1, 2)]  # fmt: skip
+    names = ("train", "train/in", "train/in/in")
+    spans = [
+        (name, depth, step + depth / 9, 0.1, float(step), "m")
+        for step in range(1000)
+        for depth, name in enumerate(names)
+    ]
     chosen = choose_spans(spans, 1500)
     assert len(chosen) <= 1500
     assert sum(1 for span in chosen if span[1] == 0) == 1000
@@ -289,16 +296,29 @@ def test_stages_lie_end_to_end_or_keep_their_own_numbers() -> None:
 
 def test_wilson_interval_equals_the_published_one() -> None:
     # Newcombe 1998, Statistics in Medicine 17:857, table I, method 3 (81/263, 15/148, 0/20, 1/29).
-    published = {(81, 263): (0.2553, 0.3662), (15, 148): (0.0624, 0.1605), (0, 20): (0.0, 0.1611), (1, 29): (0.0061, 0.1718)}
-    for (hits, n), bounds in published.items():
+    published = [
+        (81, 263, (0.2553, 0.3662)),
+        (15, 148, (0.0624, 0.1605)),
+        (0, 20, (0, 0.1611)),
+        (1, 29, (0.0061, 0.1718)),
+    ]
+    for hits, n, bounds in published:
         assert wilson_interval(hits / n, n) == pytest.approx(bounds, abs=5e-5)
     assert wilson_interval(0.5, 0) is None
 
 
 def test_every_metric_has_at_most_one_place() -> None:
-    assert place("reward/answer") is not None
-    assert [place(name)[0].panel_id for name in ("reward", "reward/mean", "reward/answer", "kl_reference", "decode_tokens_per_second")] == [
-        "reward", "reward", "reward_parts", "kl", "tokens_per_second"]  # fmt: skip
+    placed = {
+        "reward": "reward",
+        "reward/mean": "reward",
+        "reward/answer": "reward_parts",
+        "kl_reference": "kl",
+        "decode_tokens_per_second": "tokens_per_second",
+    }
+    for name, panel_id in placed.items():
+        where = place(name)
+        assert where is not None
+        assert where[0].panel_id == panel_id
     assert place("kl_bounded_fraction") is None
     assert pick({"reward/answer": 1.0, "policy_loss": 2.0, "loss": 3.0}, "loss") == 3.0
     assert all(matches(pattern, pattern.replace("*", "x")) for panel in PANELS for pattern in panel.metrics)

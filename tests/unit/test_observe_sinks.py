@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+
 from gyre.core.errors import ConfigError
 from gyre.observe.events import EventLog
 from gyre.observe.sinks import TensorBoardSink, WandbSink, scalars
@@ -60,9 +62,11 @@ def test_wandb_offline_keeps_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     feed(WandbSink(tmp_path / "run", project="gyre", name="test", config={"seed": 0}), tmp_path)
     files = list((tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len(files) == 1
-    content = files[0].read_bytes()
-    for expected in (b"main/reward", b"cold_start/loss", b"main/eval/held_out/accuracy"):
-        assert expected in content
+    expected = (b"main/reward", b"cold_start/loss", b"main/eval/held_out/accuracy")
+    end = time.monotonic() + 30  # W&B's own process writes the file
+    while not all(name in files[0].read_bytes() for name in expected):
+        assert time.monotonic() < end, f"{files[0]} does not hold {expected}"
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("package", ["tensorboard", "wandb"])

@@ -40,7 +40,7 @@ def test_grpo_first_step_has_ratio_1_and_kl_0(dtype):
     metrics = trainer.step_now(batch).metrics
     assert metrics["ratio"] == 1.0 and metrics["clip_fraction"] == 0.0
     assert metrics["kl_reference"] == 0.0 and metrics["kl_old"] == 0.0
-    assert metrics["engine_gap"] == 0.0 and metrics["engine_gap_mult"] == 1.0 and metrics["engine_gap_max"] == 0.0
+    assert metrics["logprob_gap"] == 0.0 and metrics["logprob_gap_mult"] == 1.0 and metrics["logprob_gap_max"] == 0.0
     later = with_column(batch, "logprobs", trainer.evaluate_now(batch, "policy"))
     assert trainer.step_now(later).metrics["kl_reference"] > 0.0
 
@@ -88,7 +88,7 @@ def test_old_logprobs_are_those_before_the_first_update():
     trainer = make_trainer("grpo", epochs_per_batch=2, sequences_per_update=4)
     batch = with_column(make_batch(), "logprobs", trainer.evaluate_now(make_batch(), "policy"))
     metrics = trainer.step_now(batch).metrics
-    assert metrics["engine_gap"] < 1e-6
+    assert metrics["logprob_gap"] < 1e-6
     assert metrics["kl_old"] > 1e-6
 
 

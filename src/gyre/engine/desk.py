@@ -138,7 +138,7 @@ class Desk:
     def fail(self, error: Exception) -> None:
         """The cycle broke: answer everyone; no work until a restart."""
         self.failure = f"{type(error).__name__}: {error}"
-        self._emit("engine.failed", error=self.failure, unanswered=len(self._streams))
+        unanswered = len(self._streams)
         self._incoming = []
         self._deliver(
             [
@@ -147,6 +147,7 @@ class Desk:
                 for index in stream.unfinished
             ]
         )
+        self._emit("engine.failed", error=self.failure, unanswered=unanswered)
 
     async def _pump(self) -> None:
         """Waits for: the compute thread, or, when nothing can run, a poke. Woken by: accept, hold's end, moves.

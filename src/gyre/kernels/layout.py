@@ -15,7 +15,7 @@ from torch import Tensor
 QUERY_BLOCK = 128  # queries of a sequence whose scores exist at a time
 KEEP_TOKENS = 256  # buckets up to this length keep their probabilities for the backward pass; longer ones redo them
 MOST_SCORES = 2**19  # of one head of a bucket at a time; keeps them in the processor's cache at common head counts
-SHORTEST_SHARE = 0.85  # of a bucket's longest sequence; below it padding costs more than another bucket
+SHORTEST_SHARE = 0.7  # of a bucket's longest sequence; below it padding costs more than another bucket
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

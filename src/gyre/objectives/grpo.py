@@ -127,7 +127,7 @@ def _ratio_sums(
 
 def _gap_sums(inputs: LossInputs, old_N: Tensor) -> dict[str, Tensor]:
     """How far the trainer's log-probs are from those the engine sampled with, weights being equal: 0 and 1 when both
-    compute the same. `engine_gap_mult` is the mean of exp |difference|, the form that published gates use."""
+    compute the same. `logprob_gap_mult` is the mean of exp |difference|, the form that published gates use."""
     if inputs.behaviour_logprobs_N is None:
         return {}
     assert inputs.logprobs_N is not None
@@ -135,7 +135,7 @@ def _gap_sums(inputs: LossInputs, old_N: Tensor) -> dict[str, Tensor]:
         trainer_N = inputs.logprobs_N if inputs.old_logprobs_N is None else inputs.old_logprobs_N
         gap_N = (trainer_N - inputs.behaviour_logprobs_N).abs().clamp(max=terms.LOG_RATIO_BOUND)
         return {
-            "engine_gap": terms.mean_sum(gap_N),
-            "engine_gap_mult": terms.mean_sum(gap_N.exp()),
+            "logprob_gap": terms.mean_sum(gap_N),
+            "logprob_gap_mult": terms.mean_sum(gap_N.exp()),
             "engine_kl": terms.mean_sum(terms.kl_estimate("k3", inputs.behaviour_logprobs_N, trainer_N)),
         }

@@ -73,11 +73,11 @@ PANELS = (
         metrics=("clip_fraction", "clip_low_fraction", "clip_high_fraction", "clip_fraction/*"),
     ),
     Panel(
-        panel_id="engine_gap",
+        panel_id="logprob_gap",
         title="Engine–trainer log-prob gap",
         unit="nats",
         help="Mean absolute difference between the log-probs that the engine sampled with and the trainer's own.",
-        metrics=("engine_gap", "logprob_gap", "logprob_gap/*"),
+        metrics=("logprob_gap", "logprob_gap", "logprob_gap/*"),
     ),
     Panel(
         panel_id="loss",

@@ -158,8 +158,8 @@ def memory(story: Story) -> dict[str, Any] | None:
             f"{len(shown):,} of {len(rows):,} boundaries are drawn: those of whole steps, evenly spread, with the peak "
             "of each tier among them."
         )
-    owners = list(dict.fromkeys(owner for told in rows for owner in told.row.get("bytes") or {}))
-    frees = [as_number(told.row.get("device_free")) for told in shown]
+    owners = list(dict.fromkeys(owner for told in rows for owner in told.row.get("owners") or {}))
+    frees = [as_number(told.row.get("device_free_bytes")) for told in shown]
     return {
         "owners": sorted(owners, key=lambda owner: (owner.split(".")[0] != "engine", owner)),
         "phase": [str(told.row.get("phase", "")) for told in shown],
@@ -176,7 +176,7 @@ def memory(story: Story) -> dict[str, Any] | None:
 
 
 def owner_bytes(told: Told, owner: str, tier: str) -> int:
-    return int(as_number(((told.row.get("bytes") or {}).get(owner) or {}).get(tier)) or 0)
+    return int(as_number(((told.row.get("owners") or {}).get(owner) or {}).get(tier)) or 0)
 
 
 def choose_boundaries(rows: Sequence[Told], limit: int) -> list[Told]:
@@ -196,4 +196,4 @@ def choose_boundaries(rows: Sequence[Told], limit: int) -> list[Told]:
 
 
 def tier_bytes(told: Told, tier: str) -> int:
-    return sum(owner_bytes(told, owner, tier) for owner in told.row.get("bytes") or {})
+    return sum(owner_bytes(told, owner, tier) for owner in told.row.get("owners") or {})

@@ -22,7 +22,7 @@ class Sink(Protocol):
     def write(self, row: Mapping[str, Any]) -> None: ...
 
     def close(self) -> None:
-        """Return when everything written is safe. Callable twice."""
+        """Hand over everything written. Callable twice."""
         ...
 
 
@@ -83,7 +83,10 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """One W&B run per attempt, grouped by run. Offline runs stay in FOLDER/wandb until `wandb sync`."""
+    """One W&B run per attempt, grouped by run. Offline runs stay in FOLDER/wandb until `wandb sync`.
+
+    W&B's own process writes the files, and may do so a moment after `close` returned.
+    """
 
     def __init__(
         self,

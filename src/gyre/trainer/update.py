@@ -61,7 +61,7 @@ class Totals:
     def finish(self) -> dict[str, float]:
         metrics = finish_sums(self._sums) | {"skipped_updates": float(self._skipped)}
         if self._gaps:
-            metrics["engine_gap_max"] = max(float(gap) for gap in self._gaps)
+            metrics["logprob_gap_max"] = max(float(gap) for gap in self._gaps)
         for learner in self._norms[0] if self._norms else ():
             name = "grad_norm" if learner == "actor" else f"{learner}_grad_norm"
             metrics[name] = sum(norms[learner] for norms in self._norms) / len(self._norms)

@@ -132,6 +132,13 @@ function resolve(colour) {
   return value;
 }
 
+// Width of a text in a plot. Its font is the page's at 11 px.
+const ruler = document.createElement("canvas").getContext("2d");
+function textWidth(text) {
+  ruler.font = `11px ${getComputedStyle(document.body).fontFamily}`;
+  return ruler.measureText(text).width;
+}
+
 const dot = (colour, round) => el("span", { class: round ? "dot round" : "dot", style: { "--dot": colour } });
 
 // Stages and events -------------------------------------------------------------------------------------------------

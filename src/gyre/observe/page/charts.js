@@ -126,7 +126,7 @@ class LineChart {
     const range = this.range(domain);
     const yTicks = ticks(range[0], range[1], this.wide ? 5 : 4);
     const labels = yTicks.map((value) => (this.panel.unit === "fraction" ? percent(value, value * 100 % 1 ? 1 : 0) : tickText(value)));
-    const left = 10 + Math.max(...labels.map((label) => label.length)) * 6.3;
+    const left = 10 + Math.max(...labels.map(textWidth));
     const [right, bottom] = [width - 8, this.height - PLOT_BOTTOM];
     this.sx = (value) => left + ((value - domain[0]) / (domain[1] - domain[0])) * (right - left);
     this.sy = (value) => bottom - ((value - range[0]) / (range[1] - range[0])) * (bottom - PLOT_TOP);
@@ -146,6 +146,7 @@ class LineChart {
 
   gridParts(yTicks, labels) {
     const { left, right, bottom, domain } = this.frame;
+    let end = left - 4;
     const format = view.axis === "step" ? (x) => tickText(x - (this.stage || this.soleStage() || { offset: 0 }).offset) : seconds;
     const places = view.axis === "step"
       ? this.stepTicks(domain, Math.max(2, Math.floor((right - left) / 62)))
@@ -157,11 +158,13 @@ class LineChart {
       ]),
       svg("line", { class: "axis", x1: left, x2: right, y1: bottom, y2: bottom }),
       places.map((value) => {
-        const x = this.sx(value);
-        const anchor = x > right - 14 ? "end" : x < left + 8 ? "start" : "middle";
-        return svg("text", { x, y: bottom + 15, "text-anchor": anchor }, format(value));
+        const [text, half] = [format(value), textWidth(format(value)) / 2];
+        const middle = clamp(this.sx(value), left + half - 4, right - half + 6);
+        if (middle - half < end) return null;
+        end = middle + half + 8;
+        return svg("text", { x: middle, y: bottom + 15, "text-anchor": "middle" }, text);
       }),
-    ].flat(2);
+    ].flat(2).filter(Boolean);
   }
 
   // Round step numbers of the stage, where one stage is in view.

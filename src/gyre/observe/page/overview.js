@@ -129,7 +129,7 @@ function tiles() {
   const ends = (line) => { const values = line.v.filter((value) => value !== null); return [values[0], values[values.length - 1]]; };
   const steps = sum(RUN.stages.map((stage) => stage.steps));
   tile("Steps", count(steps), RUN.stages.filter((stage) => stage.steps).map((stage) => `${words(stage.name)} ${count(stage.steps)}`).join(" + "));
-  for (const [id, label, digits] of [["reward", "Reward"], ["length", "Length", "tokens"], ["kl", "KL", "nats"], ["engine_gap", "Log-prob gap", "nats"]]) {
+  for (const [id, label, digits] of [["reward", "Reward"], ["length", "Length", "tokens"], ["kl", "KL", "nats"], ["logprob_gap", "Log-prob gap", "nats"]]) {
     const line = last(id);
     if (!line) continue;
     const [from, to] = ends(line);

@@ -23,7 +23,7 @@ class StackChart {
     for (let at = from; at < to; at += 1) high = Math.max(high, this.total(at), line && line[at] !== null ? line[at] : 0);
     high = high * 1.06 || 1;
     const yTicks = (this.options.ticks || ((top, n) => ticks(0, top, n)))(high, 4);
-    const left = 10 + Math.max(...yTicks.map((value) => format(value).length)) * 6.3;
+    const left = 10 + Math.max(...yTicks.map((value) => textWidth(format(value))));
     const [right, top, bottom] = [width - 8, PLOT_TOP, this.height - PLOT_BOTTOM - (this.options.ribbon ? 8 : 0)];
     this.sx = (at) => left + ((at - from) / (to - from)) * (right - left);
     this.sy = (value) => bottom - (value / high) * (bottom - top);
@@ -114,7 +114,7 @@ class StackChart {
       const round = Math.ceil(step / every) * every; // a column may stand for several steps
       if (round >= next) continue;
       const text = `step ${count(round)}`;
-      const [x, half] = [this.sx(at + 0.5), text.length * 3.1];
+      const [x, half] = [this.sx(at + 0.5), textWidth(text) / 2];
       if (x - half < Math.max(end + 10, this.frame.left - 8) || x + half > this.frame.width) continue;
       made.push(svg("text", { x, y: this.height - 6, "text-anchor": "middle" }, text));
       end = x + half;
