@@ -1,8 +1,8 @@
 """One GRPO step on a CPU, against TRL: rollout, rewards, reference pass, update, weights back. In: nothing, or a peer's
 environment. Out: median seconds per step, ours and TRL's on the same model and sizes. Run: python bench/grpo_step.py.
 
-3.3 M-parameter Qwen3, 32 prompts × 8 completions of exactly 128 tokens, KL 0.04. Ours is measured by `gyre train` itself,
-from its events. The limit is the time of the matrix products alone, run one after the other at their own sizes.
+3.3 M-parameter Qwen3, 32 prompts × 8 completions of exactly 128 tokens, KL 0.04. Ours is measured by `gyre train`
+itself, from its events. The limit is the time of the matrix products alone, run one after the other at their own sizes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ WARM_UP = 2  # steps left out of the median: allocations, first touches
 
 def main() -> None:
     options = parser(__doc__ or "")
-    options.add_argument("--peer-venv", type=Path, help="environment with trl 1.16; without it the kept record is shown")
+    options.add_argument(
+        "--peer-venv", type=Path, help="environment with trl 1.16; without it the kept record is shown"
+    )
     options.add_argument("--steps", type=int, default=7)
     options.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
     options.add_argument("--peer-dtype", choices=("float32", "bfloat16"), default="bfloat16")

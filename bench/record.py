@@ -1,5 +1,5 @@
 """Record: the one shape in which every bench speaks. In: our number, the peer's, the limit, settings. Out: a printed
-line or JSON, and with --record a file under bench/records/ with commit, date, hardware and versions. Callers: bench/*.py.
+line or JSON, and with --record a file under bench/records/ with commit, date, hardware, versions. Callers: bench/*.py.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=description)
     made.add_argument("--json", action="store_true", help="print one JSON object")
     made.add_argument("--record", action="store_true", help="write bench/records/NAME.json")
+    made.add_argument("--commit", default="", help="for a copy without git: the commit that it is of")
     return made
 
 
@@ -48,7 +49,7 @@ def say(
     result["detail"] = detail or {}
     if args.record:
         RECORDS.mkdir(exist_ok=True)
-        (RECORDS / f"{name}.json").write_text(json.dumps({**result, **circumstances()}, indent=2) + "\n")
+        (RECORDS / f"{name}.json").write_text(json.dumps({**result, **circumstances(args.commit)}, indent=2) + "\n")
     if args.json:
         print(json.dumps(result))
         return
@@ -62,9 +63,11 @@ def say(
         print(f"  {key}: {value}")
 
 
-def circumstances() -> dict[str, Any]:
+def circumstances(commit: str) -> dict[str, Any]:
     """Commit, date, hardware, versions: what a number means nothing without."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    if not commit:
+        ran = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+        commit = ran.stdout.strip()
     facts = describe_hardware()
     packages = ("torch", "numpy", "transformers")
     return {

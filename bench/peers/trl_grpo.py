@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from pathlib import Path
 
 import torch
 import transformers
@@ -37,7 +38,7 @@ class Clock(TrainerCallback):
 
 
 def main() -> None:
-    settings = json.load(open(sys.argv[1]))
+    settings = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(settings["threads"])
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[settings["dtype"]]
     tokenizer = AutoTokenizer.from_pretrained(settings["model"], padding_side="left")

@@ -106,11 +106,9 @@ class RunConfig(Section):
         compares = isinstance(objective, GrpoConfig) and objective.baseline != "none"
         if size < 2 and (compares or (objective.kind == "dpo" and needs_rollouts(objective))):
             raise ValueError(
-                f"rollout.completions_per_prompt = {size}: objective.kind = '{objective.kind}' compares the completions "
-                "of a prompt with each other, so each needs 2 or more"
+                f"rollout.completions_per_prompt = {size}: objective.kind = '{objective.kind}' compares completions of "
+                "one prompt with each other, give 2 or more"
             )
-        if self.goal is not None and self.eval.num_problems == 0:
-            raise ValueError("[goal] is judged by evaluations: give eval.num_problems more than 0")
         return self
 
 
@@ -130,7 +128,8 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 def apply_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """Return the tree with each "a.b=c" set; c is read as TOML, or as a plain text where that fails. A number in the
-    path counts the tables of a list from 0, as in "rewards.parts.1.weight=0.2"."""
+    path counts the tables of a list from 0, as in "rewards.parts.1.weight=0.2". Of model.path and model.shape, which
+    exclude each other, the one that is set drops the one that the file has."""
     changed = copy.deepcopy(dict(tree))
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -146,6 +145,9 @@ def apply_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[s
             node[int(last)] = _read_value(text.strip())
         else:
             node[last] = _read_value(text.strip())
+        for kept, dropped in (("path", "shape"), ("shape", "path")):
+            if path[:2] == ["model", kept]:
+                changed["model"].pop(dropped, None)
     return changed
 
 
@@ -190,6 +192,7 @@ def _describe_faults(error: ValidationError, tree: Mapping[str, Any]) -> list[st
     sentences: list[str] = []
     refused: dict[str, tuple[Any, list[str]]] = {}
     for fault in error.errors():
+        context: Mapping[str, Any] = fault.get("ctx", {})
         key = _find_key(fault["loc"], tree, missing=fault["type"] == "missing")
         if fault["type"] == "value_error":
             message = fault["msg"].removeprefix("Value error, ")
@@ -199,12 +202,12 @@ def _describe_faults(error: ValidationError, tree: Mapping[str, Any]) -> list[st
         elif fault["type"] == "union_tag_not_found":
             sentences.append(f"{key}.kind is missing: it says which keys '{key}' takes")
         elif fault["type"] == "union_tag_invalid":
-            tags = fault["ctx"]["expected_tags"]
-            refused[f"{key}.kind"] = (fault["ctx"]["tag"], [tags + _nearest(fault["ctx"]["tag"], tags)])
+            tag, tags = context["tag"], context["expected_tags"]
+            refused[f"{key}.kind"] = (tag, [tags + _nearest(tag, tags)])
         else:
             refused.setdefault(key, (fault["input"], []))[1].append(_accepted(fault))
     for key, (value, accepted) in refused.items():
-        got = "" if isinstance(value, dict | list) else f" = {value!r}"
+        got = "" if isinstance(value, dict | list) else f" = {_show(value)}"
         sentences.append(f"{key}{got}: need {' or '.join(dict.fromkeys(accepted))}")
     return sentences
 
@@ -213,14 +216,23 @@ def _find_key(place: Sequence[int | str], tree: Any, *, missing: bool) -> str:
     """The key in the file. A place also names members of unions, which no file holds."""
     names: list[str] = []
     for part in place:
-        if isinstance(tree, Mapping) and part in tree:
-            tree = tree[part]
-        elif isinstance(tree, Sequence) and isinstance(part, int) and part < len(tree):
-            tree = tree[part]
-        elif not (missing and part == place[-1]):
+        inside = _look_inside(tree, part)
+        if inside is None and not (missing and part == place[-1]):
             continue
+        tree = inside
         names.append(str(part))
     return ".".join(names)
+
+
+def _look_inside(tree: Any, part: int | str) -> Any:
+    """What a table holds under a name or a list at an index; None for neither (TOML knows no None)."""
+    if isinstance(tree, Mapping):
+        return tree.get(part)
+    return tree[part] if isinstance(tree, list) and isinstance(part, int) and part < len(tree) else None
+
+
+def _show(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def _accepted(fault: Any) -> str:
@@ -250,4 +262,4 @@ def _find_conversions(given: Any, made: Any, key: str) -> Iterator[str]:
         for index, (value, inside) in enumerate(zip(given, made, strict=True)):
             yield from _find_conversions(value, inside, f"{key}.{index}")
     elif type(given) is not type(made) and not (type(given) is int and type(made) is float):
-        yield f"{key} = {given!r}: need {KINDS.get(type(made), type(made).__name__)}"
+        yield f"{key} = {_show(given)}: need {KINDS.get(type(made), type(made).__name__)}"

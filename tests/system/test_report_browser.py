@@ -41,8 +41,8 @@ FLAWS = """(() => {
     const frame = plot.getBoundingClientRect();
     const texts = [...plot.querySelectorAll("text")].map((node) => [node.textContent, node.getBoundingClientRect()]);
     texts.forEach(([text, box], at) => {
-      const outside = Math.max(frame.left - box.left, box.right - frame.right, frame.top - box.top - 2, box.bottom - frame.bottom);
-      if (outside > 1) flaws.push(`${text} leaves its plot`);
+      const sideways = Math.max(frame.left - box.left, box.right - frame.right);
+      if (Math.max(sideways, frame.top - box.top - 2, box.bottom - frame.bottom) > 1) flaws.push(`${text} leaves its plot`);
       for (const [other, its] of texts.slice(at + 1)) {
         const wide = Math.min(box.right, its.right) - Math.max(box.left, its.left);
         const high = Math.min(box.bottom, its.bottom) - Math.max(box.top, its.top);
@@ -52,9 +52,10 @@ FLAWS = """(() => {
   }
   for (const node of document.querySelectorAll(".card, .card *")) {
     const style = getComputedStyle(node);
-    if (node.closest("svg, .scroll, .seg, pre") || style.display === "inline" || style.webkitLineClamp !== "none") continue;
-    if (["auto", "scroll"].includes(style.overflowX) || node.clientWidth === 0) continue;
-    if (node.scrollWidth > node.clientWidth + 1) flaws.push(`${node.className}: ${node.textContent.slice(0, 40)} is cut`);
+    if (node.closest("svg, .scroll, .seg, pre") || style.webkitLineClamp !== "none") continue;
+    if (style.display === "inline" || ["auto", "scroll"].includes(style.overflowX)) continue;
+    if (node.clientWidth > 0 && node.scrollWidth > node.clientWidth + 1)
+      flaws.push(`${node.className}: ${node.textContent.slice(0, 40)} is cut`);
   }
   if (document.documentElement.scrollWidth > innerWidth) flaws.push("the page scrolls sideways");
   return flaws;

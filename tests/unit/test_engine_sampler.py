@@ -161,7 +161,7 @@ def test_draws_depend_on_seed_index_and_position_only_and_are_uniform() -> None:
     assert uniforms(keys[1:2], np.asarray([0]))[0] == first[1]
     assert (uniforms(keys, np.asarray([1, 1, 1])) != first).all()
     many = uniforms(np.full(100_000, keys[0]), np.arange(100_000))
-    assert 0.0 <= many.min() and many.max() < 1.0
+    assert many.min() >= 0.0 and many.max() < 1.0
     counts = np.histogram(many, bins=50, range=(0, 1))[0]
     assert ((counts - 2000) ** 2 / 2000).sum() < 49 + 4 * np.sqrt(98) + 14
     pairs = np.corrcoef(many[:-1], many[1:])[0, 1]

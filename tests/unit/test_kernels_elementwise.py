@@ -96,7 +96,7 @@ def test_silu_mul_is_the_oracle(tokens: int, width: int, seed: int) -> None:
     torch.testing.assert_close(got_grad, torch.autograd.grad(want, gate_up, upstream)[0])
 
 
-def plain_inputs(x, norm, qkv, bias, q_norm, k_norm, cos, sin, heads):  # noqa: ANN001, ANN201
+def plain_inputs(x, norm, qkv, bias, q_norm, k_norm, cos, sin, heads):
     """attention_inputs by the oracles."""
     num_heads, num_kv_heads = heads
     half = cos.shape[-1] // 2
@@ -113,7 +113,9 @@ def plain_inputs(x, norm, qkv, bias, q_norm, k_norm, cos, sin, heads):  # noqa: 
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("with_norms", [False, True])
 @settings(max_examples=8, deadline=None)
-@given(tokens=sizes, kv_heads=st.integers(1, 3), group=st.integers(1, 3), half=st.integers(1, 4), seed=st.integers(0, 99))
+@given(
+    tokens=sizes, kv_heads=st.integers(1, 3), group=st.integers(1, 3), half=st.integers(1, 4), seed=st.integers(0, 99)
+)
 def test_attention_inputs_is_the_oracle(
     with_bias: bool, with_norms: bool, tokens: int, kv_heads: int, group: int, half: int, seed: int
 ) -> None:
@@ -130,7 +132,9 @@ def test_attention_inputs_is_the_oracle(
 
 
 @settings(max_examples=15, deadline=None)
-@given(tokens=sizes, hidden=st.integers(1, 8), attended=st.integers(1, 8), mlp=st.integers(1, 9), seed=st.integers(0, 99))
+@given(
+    tokens=sizes, hidden=st.integers(1, 8), attended=st.integers(1, 8), mlp=st.integers(1, 9), seed=st.integers(0, 99)
+)
 def test_layer_output_is_the_oracle(tokens: int, hidden: int, attended: int, mlp: int, seed: int) -> None:
     shapes = [(tokens, hidden), (tokens, attended), (hidden, attended), (hidden,), (2 * mlp, hidden), (hidden, mlp)]
     inputs = [randn(*shape, seed=seed + i) for i, shape in enumerate(shapes)]

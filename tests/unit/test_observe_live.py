@@ -42,13 +42,13 @@ def test_lines_tell_stage_step_metrics_time_left_and_evaluations(tmp_path: Path)
     assert isinstance(progress, LineProgress)
     assert shown(progress, stream, tmp_path) == [
         "stage main (1/1, 4 steps)",
-        "eval held_out: accuracy 40.0% on 500 problems at step 0",
+        "eval: held out accuracy 40.0% (n = 500) at step 0",
         "[main 1/4]  reward 0.200  accuracy 50.0%  KL 0.001",
         "[main 2/4]  reward 0.400  accuracy 50.0%  KL 0.001  2.0 s/step  4.0 s left",
         "[main 3/4]  reward 0.600  accuracy 50.0%  KL 0.001  2.0 s/step  2.0 s left",
         "[main 4/4]  reward 0.800  accuracy 50.0%  KL 0.001  2.0 s/step",
         "fallback.sandbox: reason=no bubblewrap",
-        "eval held_out: accuracy 93.0% on 500 problems at step 4",
+        "eval: held out accuracy 93.0% (n = 500) at step 4",
     ]
 
 
@@ -69,7 +69,7 @@ def test_summary_shows_before_after_and_what_to_type(tmp_path: Path) -> None:
     shown(progress, stream, tmp_path)
     progress.summary(tmp_path, report=tmp_path / "report.html")
     text = stream.getvalue()
-    for part in ("demo: done after 8.0 s", "held_out: accuracy 40.0% → 93.0% on 500 problems",
+    for part in ("demo: done after 8.0 s", "held out accuracy 40.0% → 93.0% (n = 500)",
                  "fallbacks, drops, retries and warnings: 1", f"report   {tmp_path / 'report.html'}",
                  f"gyre chat {tmp_path}", f"gyre eval {tmp_path}", f"gyre report {tmp_path}"):  # fmt: skip
         assert part in text
@@ -108,7 +108,7 @@ def test_the_panel_fits_narrow_terminals_and_names_the_phase(tmp_path: Path) -> 
         lines = console.export_text().splitlines()
         assert max(map(len, lines)) <= width
         text = "\n".join(lines)
-        assert all(part in text for part in ("main", "stage 2 of 2", "phase", "reward", "left", "held_out"))
+        assert all(part in text for part in ("main", "stage 2 of 2", "phase", "reward", "left", "held out"))
 
 
 def test_a_resumed_run_shows_where_it_is_from_the_start(tmp_path: Path) -> None:

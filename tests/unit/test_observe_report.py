@@ -68,7 +68,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
 def test_header_and_outcome_are_there_without_a_script(page: Page) -> None:
     text = " ".join(page.text)
     assert "arith_grpo_cpu" in text
-    assert "Accuracy on held out (512 problems): 0.0% → 94.0%" in text
+    assert "Held out accuracy 0.0% → 94.0% (n = 512) in 6 min" in text
 
 
 def test_nothing_is_loaded_from_anywhere(page: Page) -> None:
@@ -196,6 +196,18 @@ def test_missing_pieces_leave_out_their_parts_only(tmp_path: Path) -> None:
     assert [panel["id"] for panel in data["panels"]] == ["loss", "more-bad"]
     assert "bad (1)" in data["curveNotes"][0]
     assert data["files"][0]["text"] == "not = [toml"
+
+
+def test_evaluations_are_judged_by_what_they_have(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl", attempt=1, clock=Clock())
+    for step, loss, accuracy in ((0, 5.8, 0.2), (9, 0.1, 0.9)):
+        log.emit("eval.done", stage="sft", name="loss", loss=loss, n=16, step=step)
+        log.emit("eval.done", stage="main", name="accuracy", accuracy=accuracy, n=64, step=step, detail={"length": 40})
+    data = Page(write_report(tmp_path).read_text()).data
+    titles = [(outcome["title"], outcome["unit"], outcome["after"]["value"]) for outcome in data["outcomes"]]
+    assert titles == [("held-out accuracy", "fraction", 0.9), ("held-out loss", "", 0.1)]
+    panels = {panel["id"]: [line["name"] for line in panel["series"]] for panel in data["panels"]}
+    assert panels == {"accuracy": ["held out"], "length": ["held out"], "loss": ["held out"]}
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:

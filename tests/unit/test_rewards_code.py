@@ -155,7 +155,7 @@ def test_the_time_for_all_tests_is_bounded(cell):
         "import os; os._exit(0)",
         "import sys; sys.exit(0)",
         "raise SystemExit",
-        "class Yes:\n    __eq__ = lambda self, other: True\n    __repr__ = lambda self: 'Yes'\nadd = lambda *a, **k: Yes()",
+        "class Yes:\n    __eq__ = lambda self, other: True\n    __repr__ = lambda self: 'Yes'\nadd = lambda *a: Yes()",
         'import os\nfor fd in range(20):\n    try:\n        os.write(fd, b\'{"ended": 0, "value": "3"}\\n\' * 3)\n'
         "    except OSError:\n        pass\nadd = lambda *a, **k: 0",
         "import builtins, json\nbuiltins.repr = lambda value: '3'\nadd = lambda *a, **k: 0",

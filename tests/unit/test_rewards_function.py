@@ -80,7 +80,7 @@ def test_accepts_what_keeps_the_contract(name):
         ("text", ["returned str '1.0', not a number", "'a good one: 5'"]),
         ("nothing", ["NoneType"]),
         ("slow", ["took longer than 0.5 s", "'a bad one'"]),
-        ("leaves", ["exit code 3"]),
+        ("leaves", ["exit code 3", "'a good one: 5'"]),
         ("not_callable", ["has no function 'not_callable'"]),
         ("missing", ["has no function 'missing'"]),
     ],

@@ -12,6 +12,7 @@ import psutil
 import pytest
 from rewards_cases import Events, rollout
 
+from gyre.core.errors import DeadlineError
 from gyre.rewards.config import RewardsConfig
 from gyre.rewards.score import RuleScorer
 
@@ -76,7 +77,7 @@ MISBEHAVE = {"kind": "function", "path": "my_scores:misbehave", "limit_s": 0.5}
 
 def test_weighted_sum_with_a_reason_for_each_part():
     parts = [
-        {"kind": "answer"},
+        {"kind": "answer", "compare": "numeric"},
         {"kind": "format", "weight": 0.2},
         {"kind": "length", "weight": 0.5, "soft_tokens": 4, "max_tokens": 8},
         {"kind": "model", "path": "somewhere", "weight": 3.0},
@@ -94,13 +95,13 @@ def test_weighted_sum_with_a_reason_for_each_part():
 
 
 def test_a_tower_of_exponents_is_killed_and_costs_one_part():
-    parts = [{"kind": "answer", "limit_s": 1.5}, {"kind": "format", "weight": 0.25}]
+    parts = [{"kind": "answer", "limit_s": 1.0}, {"kind": "format", "weight": 0.25}]
     rollouts = [rollout(n, f"<think></think><answer>{n}.0</answer>", {"answer": str(n)}) for n in range(40)]
     rollouts[7] = rollout(7, TOWER, {"answer": "5"})
     scores, events = _score(parts, rollouts)
     tower = scores.pop(7)
     assert [part.outcome for part in tower.parts] == ["timeout", "ok"] and tower.value == 0.25
-    assert "limit of 1.5 s" in tower.parts[0].reason
+    assert "limit of 1 s" in tower.parts[0].reason
     assert all(score.value == 1.25 for score in scores)
     assert sorted(events.kinds()) == ["reward.timeout", "reward.worker_replaced"]
     assert dict(events)["reward.timeout"]["rollout"] == "r7"
@@ -136,11 +137,22 @@ def test_every_call_may_hang_and_each_is_told():
 
 
 def test_the_deadline_ends_a_call():
-    rollouts = [rollout(n, "sleep" if n == 0 else "fine", {}) for n in range(4)]
-    scores, events = _score([{**MISBEHAVE, "limit_s": 100.0}], rollouts, deadline_s=4.0, workers=1)
-    assert [score.parts[0].outcome for score in scores] == ["timeout"] * 4
-    assert "4 s after the call" in scores[0].parts[0].reason
-    assert "reward.worker_replaced" in events.kinds()
+    events = Events()
+
+    async def go():
+        config = RewardsConfig.model_validate({"parts": [{**MISBEHAVE, "limit_s": 100.0}], "workers": 1})
+        scorer = RuleScorer(config, emit=events.emit, clock=time.monotonic)
+        await scorer.score([rollout(0, "fine", {})], deadline_s=60.0)
+        late = await scorer.score([rollout(n, "fine" if n else "sleep", {}) for n in range(4)], deadline_s=0.3)
+        after = await scorer.score([rollout(0, "fine", {})], deadline_s=60.0)
+        await scorer.close()
+        return late, after
+
+    late, after = asyncio.run(go())
+    assert [score.parts[0].outcome for score in late] == ["timeout"] * 4
+    assert "0.3 s after the call" in late[0].parts[0].reason
+    assert after[0].value == 0.5
+    assert events.kinds() == ["reward.worker_replaced"] + ["reward.timeout"] * 4
 
 
 def test_calls_overlap_and_a_cancelled_one_frees_its_workers():
@@ -185,7 +197,7 @@ def test_the_nursery_s_death_costs_nothing():
 
 def test_labels_that_cannot_be_read_are_invalid():
     rollouts = [rollout(0, "<answer>5</answer>", {}), rollout(1, "<answer>5</answer>", {"answer": "5"})]
-    scores, events = _score([{"kind": "answer"}], rollouts)
+    scores, events = _score([{"kind": "answer", "compare": "numeric"}], rollouts)
     assert [score.parts[0].outcome for score in scores] == ["invalid", "ok"]
     assert [score.value for score in scores] == [0.0, 1.0]
     assert events.kinds() == ["reward.invalid"]
@@ -198,7 +210,7 @@ def test_tasks_may_hold_numpy_and_bad_ones_are_labelled():
         rollout(2, "<answer>\ud800</answer>", {"answer": "5"}),
         rollout(3, "x" * 300_000 + "<answer>5</answer>", {"answer": "5"}),
     ]
-    scores, _ = _score([{"kind": "answer"}], rollouts)
+    scores, _ = _score([{"kind": "answer", "compare": "numeric"}], rollouts)
     assert [score.value for score in scores] == [1.0, 0.0, 0.0, 1.0]
     assert "not JSON-able" in scores[1].parts[0].reason
 
@@ -241,3 +253,21 @@ def test_workers_load_no_torch():
         return (await process.communicate())[0]
 
     assert asyncio.run(go()) == b"[]\n"
+
+
+def test_workers_that_cannot_start_end_the_call_with_the_reason(monkeypatch, tmp_path):
+    (tmp_path / "msgspec.py").write_text("raise ImportError('no such package here')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    events = Events()
+
+    async def go():
+        config = RewardsConfig.model_validate({"parts": [{"kind": "format"}], "workers": 1})
+        scorer = RuleScorer(config, emit=events.emit, clock=time.monotonic)
+        try:
+            await scorer.score([rollout(0, "", {})], deadline_s=60.0)
+        finally:
+            await scorer.close()
+
+    with pytest.raises(DeadlineError, match="did not start in 6 tries; the last one ended with exit code 1"):
+        asyncio.run(go())
+    assert set(events.kinds()) == {"reward.nursery_replaced"}

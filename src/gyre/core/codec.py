@@ -4,7 +4,7 @@ built of them). Out: versioned MessagePack with raw array buffers; never pickle.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -29,18 +29,27 @@ def decode(data: bytes, kind: type[T]) -> T:
             f"record bytes begin with {data[:4]!r}, need {_MAGIC!r} (codec version {CODEC_VERSION})",
             hint="the file was written by another version of Gyre; resume with that version",
         )
+    name = getattr(kind, "__name__", str(kind))
     try:
-        return msgspec.msgpack.decode(data[4:], type=kind, dec_hook=_to_array)
+        record = cast(T, msgspec.msgpack.decode(data[4:], type=kind, dec_hook=_to_array))
     except msgspec.DecodeError as error:
-        raise SnapshotError(f"record bytes are no {kind.__name__}: {error}", hint="use an earlier snapshot") from error
+        raise SnapshotError(f"record bytes are no {name}: {error}", hint="use an earlier snapshot") from error
+    # Decoding skips fields that a record lacks and fills in defaults; what comes back must be all that was written.
+    if encode(record) != data:
+        raise SnapshotError(
+            f"record bytes hold other fields than a {name} has",
+            hint="the file was written by another version of Gyre; resume with that version",
+        )
+    return record
 
 
 def _from_array(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
         return (value.dtype.str, value.shape, np.ascontiguousarray(value).tobytes())
     if isinstance(value, np.generic):
         return value.item()
-    raise NotImplementedError(f"records hold plain values and arrays, got {type(value).__name__}")
+    what = f"an array of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
+    raise NotImplementedError(f"records hold plain values and arrays of numbers, got {what}")
 
 
 def _to_array(kind: type, value: Any) -> Any:

@@ -36,6 +36,7 @@ def rms_norm_forward(x_NE: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor
 def rms_norm_backward(grad_NE: Tensor, x_NE: Tensor, rstd_N1: Tensor, weight_E: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of x and of the weight."""
     features = list(weight_E.shape)
+    rstd_N1 = rstd_N1.contiguous()  # both kernels below read it as if it were
     if grad_NE.is_cuda:
         return torch.ops.aten._fused_rms_norm_backward(grad_NE, x_NE, features, rstd_N1, weight_E, [True, True])
     # torch has no RMSNorm backward for CPU, but a fused LayerNorm one. With mean 0 given as the statistic it differs

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from gyre.core.records import Evaluation, Group, Rollout, Score, ScorePart, TrainBatch, TrainSequence
-from gyre.objectives.advantages import Sample, equal_groups, estimate, rank_pairs
+from gyre.objectives.advantages import Estimates, Sample, equal_groups, estimate, rank_pairs
 from gyre.objectives.config import AnyObjective, DpoConfig, GrpoConfig, PpoConfig
 
 
@@ -28,6 +28,7 @@ class Assembled:
     num_equal_groups: int  # groups whose scores were all equal
     num_dropped_groups: int  # of those, left out by the objective's equal_groups = "drop"
     num_groups_without_pair: int  # online DPO: no two rewards far enough apart
+    metrics: Mapping[str, float]  # what only the groups as a whole can tell
 
 
 def bare_batch(groups: Sequence[Group], *, step: int) -> TrainBatch:
@@ -44,7 +45,8 @@ def assemble(objective: AnyObjective, groups: Sequence[Group], passes: Passes, *
     scores = [score for group in groups for score in group.scores]
     samples = [_sample(r, s, i, passes) for i, (r, s) in enumerate(zip(rollouts, scores, strict=True))]
     estimates = estimate(objective, samples)
-    dropped = set(estimates.equal_groups) if getattr(objective, "equal_groups", "keep") == "drop" else set()
+    drops = isinstance(objective, GrpoConfig) and objective.equal_groups == "drop"
+    dropped = estimates.equal_groups if drops else ()
     sequences = []
     for i, rollout in enumerate(rollouts):
         if rollout.group_id in dropped:
@@ -59,6 +61,7 @@ def assemble(objective: AnyObjective, groups: Sequence[Group], passes: Passes, *
         num_equal_groups=len(estimates.equal_groups),
         num_dropped_groups=len(dropped),
         num_groups_without_pair=0,
+        metrics=_metrics(len(estimates.equal_groups), len(groups)) | _kl_in_reward(estimates, samples),
     )
 
 
@@ -126,12 +129,24 @@ def _pairs(objective: DpoConfig, groups: Sequence[Group], passes: Passes, step: 
                 scalars = {**sequence.scalars, "chosen": chosen}
                 sequences.append(replace(sequence, columns=columns, scalars=scalars, pair_id=pair_id))
         start += len(group.rollouts)
+    num_equal = len(equal_groups(rewards))
     return Assembled(
         batch=TrainBatch(sequences=tuple(sequences), step=step),
-        num_equal_groups=len(equal_groups(rewards)),
+        num_equal_groups=num_equal,
         num_dropped_groups=0,
         num_groups_without_pair=without,
+        metrics=_metrics(num_equal, len(groups)),
     )
+
+
+def _metrics(num_equal_groups: int, num_groups: int) -> dict[str, float]:
+    return {"equal_groups_share": num_equal_groups / num_groups} if num_groups else {}
+
+
+def _kl_in_reward(estimates: Estimates, samples: Sequence[Sample]) -> dict[str, float]:
+    """The trainer reports the KL that it has in its loss; one that is in the reward is known here alone."""
+    tokens = sum(sample.num_tokens for sample in samples)
+    return {} if estimates.kls is None or not tokens else {"kl_reference": sum(estimates.kls) / tokens}
 
 
 def _rollouts(groups: Sequence[Group]) -> list[Rollout]:

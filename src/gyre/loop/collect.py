@@ -1,15 +1,15 @@
 """Collect: prompts to rollouts, with rewards already running on what is done. In: prompts and what was left in flight.
-Out: whole groups, and what stays in flight. Caller: loop.controller.
+Out: the same groups, each completion done or set aside. Callers: loop.controller, loop.evaluate.
 
-    prompts ──▶ submit (all at once, in order) ──▶ one listener per request ──▶ done queue ──▶ score_task
+    groups ──▶ submit (all at once, in order) ──▶ one listener per request ──▶ rollouts ──▶ scoring.offer
                                                             │
-                                                            └──▶ Open: tokens so far, continued next step
+                                                            └──▶ partials: tokens so far, continued next step
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,8 +18,10 @@ from gyre.core.contracts import RolloutEngine
 from gyre.core.errors import DeadlineError, EngineRefused
 from gyre.core.records import Group, Partial, Prompt, Request, Rollout, Sampling, Score, Support, TokenChunk
 from gyre.core.seeds import derive_seed
-from gyre.loop.ports import TextPort
+from gyre.loop.ports import Emit, TextPort
 from gyre.loop.scoring import Scoring
+
+STOP_S = 10.0  # longest wait for an engine to stop what nobody wants any more
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,37 +61,39 @@ def open_groups(prompts: Sequence[Prompt], *, run_seed: int, step: int) -> list[
 
 
 def requests_for(group: InFlight, sampling: Sampling, *, cap: int) -> list[Asked]:
-    """What to ask for: a fresh group in one request, the unfinished completions of an old one each in its own.
+    """What to ask for: without a cap, a whole group in one request, whose completions share the prompt's work.
 
-    `cap` bounds the tokens that a completion may take in this step (0 does not).
+    `cap` bounds the tokens that a completion may take in this step (0 does not). With it each completion is a request
+    of its own from the start, so that its draws are the same however often it is set aside.
     """
-    if not group.partials:
-        tokens = min(sampling.max_tokens, cap) if cap else sampling.max_tokens
+    if not cap and not group.rollouts and not group.partials:
         request = Request(
             request_id=group.group_id,
             tokens=group.prompt.tokens,
-            sampling=replace(sampling, max_tokens=tokens),
+            sampling=sampling,
             seed=group.seed,
             chunk_tokens=0,
         )
         return [Asked(group=group, request=request, samples=tuple(range(sampling.n)))]
-    asked = []
-    for sample, partial in sorted(group.partials.items()):
-        tokens = min(sampling.max_tokens, len(partial.tokens) + cap) if cap else sampling.max_tokens
-        request = Request(
-            request_id=f"{group.group_id}.{sample}",
-            tokens=group.prompt.tokens,
-            sampling=replace(sampling, max_tokens=tokens, n=1),
-            seed=derive_seed(group.seed, sample),
-            chunk_tokens=0,
-            partials=(replace(partial, index=0),),
-        )
-        asked.append(Asked(group=group, request=request, samples=(sample,)))
-    return asked
+    return [_ask_one(group, sample, sampling, cap) for sample in range(sampling.n) if sample not in group.rollouts]
+
+
+def _ask_one(group: InFlight, sample: int, sampling: Sampling, cap: int) -> Asked:
+    begun = group.partials.get(sample)
+    taken = 0 if begun is None else len(begun.tokens)
+    request = Request(
+        request_id=f"{group.group_id}.{sample}",
+        tokens=group.prompt.tokens,
+        sampling=replace(sampling, n=1, max_tokens=min(sampling.max_tokens, taken + (cap or sampling.max_tokens))),
+        seed=derive_seed(group.seed, sample),
+        chunk_tokens=0,
+        partials=() if begun is None else (replace(begun, index=0),),
+    )
+    return Asked(group=group, request=request, samples=(sample,))
 
 
 class Collector:
-    """Turns one step's prompts into scored groups."""
+    """Turns one step's groups into rollouts."""
 
     def __init__(
         self,
@@ -100,28 +104,48 @@ class Collector:
         sampling: Sampling,
         cap: int,
         deadline_s: float,
+        emit: Emit,
     ) -> None:
         """`cap`: tokens that a completion may take in this step, 0 for all it wants."""
-        self._engine, self._scoring, self._text = engine, scoring, text
+        self._engine, self._scoring, self._text, self._emit = engine, scoring, text, emit
         self._sampling, self._cap, self._deadline_s = sampling, cap, deadline_s
 
-    async def run(self, groups: Sequence[InFlight]) -> list[InFlight]:
-        """Wait until each completion has ended or used up its share of this step; DeadlineError names the rest."""
+    async def run(self, groups: Sequence[InFlight]) -> None:
+        """Fill the groups: wait until each completion has ended or used up its share of this step.
+
+        However it ends, no task and no request of it is left. DeadlineError names the requests that had not ended.
+        """
         asked = [one for group in groups for one in requests_for(group, self._sampling, cap=self._cap)]
-        streams = [(one, self._engine.submit(one.request)) for one in asked]  # no await between: they enter together
-        tasks = [asyncio.create_task(self._listen(one, stream)) for one, stream in streams]
-        done, waiting = await asyncio.wait(tasks, timeout=self._deadline_s, return_when=asyncio.FIRST_EXCEPTION)
-        failed = [task for task in done if task.exception() is not None]
-        if waiting or failed:
-            await _cancel(waiting)
-            if failed:
-                raise failed[0].exception()  # type: ignore[misc]
-            raise DeadlineError(
-                f"{len(waiting)} of {len(tasks)} requests had not ended {self._deadline_s:.0f} s after the step "
-                "began; owner: loop.collect",
-                hint="raise rollout.deadline_s, or lower rollout.max_tokens",
-            )
-        return list(groups)
+        streams = [self._engine.submit(one.request) for one in asked]  # no await between: they enter together
+        tasks = [asyncio.create_task(self._listen(one, s)) for one, s in zip(asked, streams, strict=True)]
+        try:
+            _, waiting = await asyncio.wait(tasks, timeout=self._deadline_s, return_when=asyncio.FIRST_EXCEPTION)
+            for task in tasks:
+                if task.done():
+                    task.result()
+            if waiting:
+                late = [one.request.request_id for one, task in zip(asked, tasks, strict=True) if task in waiting]
+                raise DeadlineError(
+                    f"{len(late)} of {len(tasks)} requests had not ended {self._deadline_s:g} s after the step began "
+                    f"({', '.join(late[:5])}{', …' if len(late) > 5 else ''}); owner: loop.collect",
+                    hint="raise rollout.deadline_s, or lower rollout.max_tokens",
+                )
+        finally:
+            await self._leave_none(tasks)
+        for group in groups:
+            assert len(group.rollouts) + len(group.partials) == self._sampling.n, f"{group.group_id} lost a completion"
+
+    async def _leave_none(self, tasks: Sequence[asyncio.Task[None]]) -> None:
+        """After a failure or Ctrl-C: end the listeners and whatever the engine still does for them."""
+        running = [task for task in tasks if not task.done()]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if running:
+            try:
+                await self._engine.interrupt(deadline_s=STOP_S)
+            except DeadlineError as error:  # what ended the step is on its way up already
+                self._emit("warn.engine_not_stopped", requests=len(running), error=error.message)
 
     async def _listen(self, asked: Asked, stream: AsyncIterator[TokenChunk]) -> None:
         chunks: dict[int, list[TokenChunk]] = {}
@@ -132,16 +156,14 @@ class Collector:
 
     def _finish(self, asked: Asked, index: int, chunks: list[TokenChunk]) -> None:
         last, group, sample = chunks[-1], asked.group, asked.samples[index]
-        if last.finish == "refused":
-            raise EngineRefused(
-                f"the engine refused {asked.request.request_id}: {last.reason}",
-                hint="lower rollout.max_tokens or data.max_prompt_tokens, or give the engine more pages",
-            )
+        if last.finish not in ("stop", "length"):
+            raise _no_answer(asked.request.request_id, last)
         partial = join_chunks(chunks)
         before = group.partials.pop(sample, None)
         if before is not None:
             partial = join_partials(before, partial)
-        if last.finish == "length" and len(partial.tokens) < self._sampling.max_tokens:
+        allowed = asked.request.sampling.max_tokens
+        if last.finish == "length" and len(partial.tokens) == allowed < self._sampling.max_tokens:
             group.partials[sample] = replace(partial, index=sample)
             return
         rollout = make_rollout(group, sample, partial, last, self._sampling, self._text)
@@ -149,10 +171,17 @@ class Collector:
         self._scoring.offer(rollout)
 
 
-async def _cancel(tasks: Iterable[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+def _no_answer(request_id: str, last: TokenChunk) -> EngineRefused:
+    """A completion that was not finished is never trained on."""
+    if last.finish == "refused":
+        return EngineRefused(
+            f"the engine refused {request_id}: {last.reason}",
+            hint="lower rollout.max_tokens or data.max_prompt_tokens, or give the engine more pages",
+        )
+    return EngineRefused(
+        f"the engine ended {request_id} with '{last.finish}': {last.reason or 'no reason given'}",
+        hint="events.jsonl says what happened before; --resume goes on from the newest snapshot",
+    )
 
 
 def join_chunks(chunks: Sequence[TokenChunk]) -> Partial:
@@ -219,10 +248,18 @@ def split_whole(groups: Sequence[InFlight], size: int) -> tuple[list[InFlight], 
     return whole, [group for group in groups if len(group.rollouts) < size]
 
 
-def as_group(group: InFlight) -> Group:
+def keep_scores(groups: Sequence[InFlight], scores: Mapping[str, Score]) -> None:
+    """Put new scores beside their rollouts; those of earlier steps stay."""
+    for group in groups:
+        found = {i: scores[r.rollout_id] for i, r in group.rollouts.items() if r.rollout_id in scores}
+        group.scores.update(found)
+
+
+def as_group(group: InFlight, *, scored: bool = True) -> Group:
+    """The finished completions in order, with their scores if they have them by now."""
     order = sorted(group.rollouts)
     return Group(
         group_id=group.group_id,
         rollouts=tuple(group.rollouts[i] for i in order),
-        scores=tuple(group.scores[i] for i in order),
+        scores=tuple(group.scores[i] for i in order) if scored else (),
     )

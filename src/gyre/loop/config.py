@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from gyre.core.config import Section
 from gyre.core.records import Sampling
@@ -73,14 +73,20 @@ class EvalConfig(Section):
 class GoalConfig(Section):
     """The mark that a run must reach; `gyre train` says whether it did, and fails with --check-goal when not."""
 
-    metric: str = "accuracy"
-    """Name of the evaluation."""
+    metric: Literal["accuracy", "pair_accuracy", "preference_accuracy", "loss"] = "accuracy"
+    """Which evaluation: accuracy of answers, of a reward model or of DPO on held-out pairs, or the held-out loss."""
     at_most_before: float | None = None
     """Largest value before the main stage."""
     at_least_after: float | None = None
     """Smallest value after it."""
     margin: float | None = None
     """Smallest gain from before to after."""
+
+    @model_validator(mode="after")
+    def check_marks(self) -> GoalConfig:
+        if self.at_most_before is None and self.at_least_after is None and self.margin is None:
+            raise ValueError("give at least one of at_most_before, at_least_after and margin")
+        return self
 
 
 class ColdStartConfig(Section):

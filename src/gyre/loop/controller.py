@@ -14,7 +14,8 @@ One step runs at a time, and each phase waits for the one before it: nothing is 
   Collector.run   waits for the engine's last chunk         woken by the engine's pump    rollout.deadline_s
   Scoring.finish  waits for the scorer's last answer        woken by reward workers       rollout.reward_deadline_s
   trainer.step    waits for the compute thread              woken by it                   none: it is our own work
-Caller: wire.run_stage.
+A failure or Ctrl-C anywhere leaves no task and no request behind; the run goes on from its newest snapshot.
+Caller: wire.stage.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 
-from gyre.core.records import Group, StepReport
+import numpy as np
+
+from gyre.core.records import Group, Phase, StepReport
 from gyre.loop.assemble import (
     Assembled,
     Passes,
@@ -34,12 +37,12 @@ from gyre.loop.assemble import (
     failed_parts,
     reward_metrics,
 )
-from gyre.loop.collect import Collector, InFlight, as_group, open_groups, split_whole
+from gyre.loop.collect import Collector, InFlight, as_group, keep_scores, open_groups, split_whole
 from gyre.loop.config import EvalConfig, RolloutConfig
-from gyre.loop.evaluate import Outcome, Rollouts
+from gyre.loop.evaluate import Rollouts
 from gyre.loop.handover import Handover
 from gyre.loop.ports import Parts, StageSpec
-from gyre.loop.resume import Progress, to_snapshot
+from gyre.loop.resume import Progress, is_due, note_outcome, to_snapshot
 from gyre.loop.scoring import Scoring
 from gyre.objectives.config import needs_critic, needs_reference
 from gyre.observe.samples import sample_row
@@ -86,6 +89,7 @@ class Ring:
             config.rollout,
             config.evaluation.model_copy(update={"part": config.accuracy_part}),
             seed=stage.seed,
+            emit=self._emit,
         )
 
     async def run(self, progress: Progress) -> Progress:
@@ -98,67 +102,69 @@ class Ring:
         while progress.step < self._stage.steps:
             progress = await self._step(progress)
             last = progress.step == self._stage.steps
-            every = self._config.evaluation.every_steps
-            if last or (every and progress.step % every == 0):
+            if last or is_due(progress.step, self._config.evaluation.every_steps):
                 progress = await self._evaluate(progress, "after")
-            if last or (self._snapshot_every and progress.step % self._snapshot_every == 0):
+            if last or is_due(progress.step, self._config.snapshot_every_steps):
                 await self._snapshot(replace(progress, done=last))
         return replace(progress, done=True)
-
-    @property
-    def _snapshot_every(self) -> int:
-        return self._config.snapshot_every_steps
 
     async def _step(self, progress: Progress) -> Progress:
         step, started_s = progress.step + 1, time.monotonic()
         collected = await self._collect(progress, step)
         assembled = assemble(self._stage.objective, collected.groups, collected.passes, step=step)
         self._count(assembled, collected, step)
-        await self._handover.leave_rollout()
         await self._enter("train", step)
         with self._phase("train", step=step):
             report = await self._parts.trainer.step(assembled.batch)
         await self._publish(step)
-        self._report(step, report, collected, time.monotonic() - started_s)
+        self._report(step, report, collected, assembled, time.monotonic() - started_s)
+        self._keep_samples(step, collected.groups)
         return replace(progress, step=step, source=self._parts.source.state(), in_flight=collected.in_flight)
 
     async def _collect(self, progress: Progress, step: int) -> Collected:
-        """Phases rollout and score. What was in flight goes on first; new prompts fill up the rest."""
-        config, scoring = self._config.rollout, Scoring(self._scorer, deadline_s=self._config.rollout.reward_deadline_s)
-        carried = list(progress.in_flight)
-        fresh = max(0, config.prompts_per_step - len(carried))
-        prompts = self._parts.source.take(fresh) if fresh else ()
-        groups = carried + open_groups(prompts, run_seed=self._stage.seed, step=step)
-        await self._enter("rollout", step)
-        rollout_from_s = time.monotonic()
-        with self._phase("rollout", step=step):
-            collector = Collector(
-                self._engine,
-                scoring,
-                self._parts.text,
-                sampling=config.sampling(),
-                cap=config.max_tokens_per_iteration,
-                deadline_s=config.deadline_s,
-            )
-            groups = await collector.run(groups)
-        rollout_to_s = time.monotonic()
-        whole, in_flight = split_whole(groups, config.completions_per_prompt)
-        await self._enter("score", step)
-        with self._phase("score", step=step):
-            passes, learnt = await self._passes(whole, step)
-            score_to_s = time.monotonic()
-            scores = await scoring.finish()
-        for group in groups:
-            group.scores |= {i: scores[r.rollout_id] for i, r in group.rollouts.items() if r.rollout_id in scores}
+        """Phases rollout and score."""
+        config, groups = self._config.rollout, self._begin(progress, step)
+        async with Scoring(self._scorer, deadline_s=config.reward_deadline_s) as scoring:
+            await self._enter("rollout", step)
+            rollout_from_s = time.monotonic()
+            with self._phase("rollout", step=step):
+                await self._collector(scoring).run(groups)
+            rollout_to_s = time.monotonic()
+            whole, in_flight = split_whole(groups, config.completions_per_prompt)
+            await self._handover.leave_rollout(step=step)
+            await self._enter("score", step)
+            with self._phase("score", step=step):
+                passes, learnt = await self._passes(whole, step)
+                score_to_s = time.monotonic()
+                keep_scores(groups, await scoring.finish())
+            windows = scoring.account(rollout=(rollout_from_s, rollout_to_s), reference=(rollout_to_s, score_to_s))
         done = [as_group(group) for group in whole]
         if learnt is not None and self._config.reward_model is not None:
             done = add_part(done, *self._config.reward_model, learnt)
-        windows = scoring.account(rollout=(rollout_from_s, rollout_to_s), reference=(rollout_to_s, score_to_s))
         return Collected(groups=done, in_flight=in_flight, passes=passes, windows=windows)
 
-    async def _passes(self, whole: Sequence[InFlight], step: int):
+    def _begin(self, progress: Progress, step: int) -> list[InFlight]:
+        """What was in flight goes on first; new prompts fill up the rest."""
+        carried = list(progress.in_flight)
+        fresh = max(0, self._config.rollout.prompts_per_step - len(carried))
+        prompts = self._parts.source.take(fresh) if fresh else ()
+        return carried + open_groups(prompts, run_seed=self._stage.seed, step=step)
+
+    def _collector(self, scoring: Scoring) -> Collector:
+        config = self._config.rollout
+        return Collector(
+            self._engine,
+            scoring,
+            self._parts.text,
+            sampling=config.sampling(),
+            cap=config.max_tokens_per_iteration,
+            deadline_s=config.deadline_s,
+            emit=self._emit,
+        )
+
+    async def _passes(self, whole: Sequence[InFlight], step: int) -> tuple[Passes, np.ndarray | None]:
         """Reference, reward and critic passes over the whole groups, while rule rewards still run."""
-        bare = bare_batch([_unscored(group) for group in whole], step=step)
+        bare = bare_batch([as_group(group, scored=False) for group in whole], step=step)
         trainer, objective = self._parts.trainer, self._stage.objective
         reference = critic = learnt = None
         if not bare.sequences:
@@ -189,10 +195,11 @@ class Ring:
 
     async def _snapshot(self, progress: Progress) -> None:
         with self._phase("snapshot", step=progress.step):
+            self._parts.observers.samples.sync()
             state, blobs = to_snapshot(progress, events=self._parts.observers.events.position())
             await self._parts.snapshots.save(step=progress.step, state=state, blobs=blobs)
 
-    async def _enter(self, phase, step: int) -> None:
+    async def _enter(self, phase: Phase, step: int) -> None:
         await self._parts.gate.enter(phase, step=step)
 
     def _count(self, assembled: Assembled, collected: Collected, step: int) -> None:
@@ -207,14 +214,17 @@ class Ring:
             self._emit("rollouts.carried", step=step, groups=len(collected.in_flight))
         self._emit("reward.window", step=step, **collected.windows)
 
-    def _report(self, step: int, report: StepReport, collected: Collected, seconds: float) -> None:
+    def _report(
+        self, step: int, report: StepReport, collected: Collected, assembled: Assembled, seconds: float
+    ) -> None:
         groups = collected.groups
         rewards = reward_metrics(groups, self._config.accuracy_part) if groups else {}
         sampled = sum(int(r.sampled.sum()) for group in groups for r in group.rollouts)
         metrics = {
             **rewards,
+            **assembled.metrics,
             **report.metrics,
-            "tokens_per_second": report.num_tokens / seconds,
+            "tokens_per_second": report.num_tokens / max(seconds, 1e-9),
             "sampled_tokens": float(sampled),
         }
         self._emit(
@@ -227,31 +237,12 @@ class Ring:
             num_updates=report.num_updates,
             seconds=round(seconds, 4),
         )
+
+    def _keep_samples(self, step: int, groups: Sequence[Group]) -> None:
+        """Write a few groups down for people to read."""
         observers = self._parts.observers
         for group in groups[: observers.sample_groups_per_step]:
             for rollout, score in zip(group.rollouts, group.scores, strict=True):
                 chosen = rollout.tokens[len(rollout.prompt.tokens) :]
                 pieces = [self._parts.text.decode([token]) for token in chosen]
                 observers.samples.write(sample_row(rollout, score, step=step, stage=self._stage.name, pieces=pieces))
-
-
-def _unscored(group: InFlight) -> Group:
-    order = sorted(group.rollouts)
-    return Group(group_id=group.group_id, rollouts=tuple(group.rollouts[i] for i in order), scores=())
-
-
-def note_outcome(progress: Progress, outcome: Outcome, when: str, emit) -> Progress:
-    """Keep the first value as "before" and the newest as "after"."""
-    emit(
-        "eval.done",
-        stage=progress.stage,
-        name=outcome.metric,
-        **{"loss" if outcome.metric == "loss" else "accuracy": outcome.value},
-        n=outcome.n,
-        step=progress.step,
-        when=when,
-        detail=outcome.detail,
-    )
-    old = dict(progress.evals.get(outcome.metric, {}))
-    numbers = {"before": outcome.value} | old | {"after": outcome.value, "n": outcome.n}
-    return replace(progress, evals={**progress.evals, outcome.metric: numbers})

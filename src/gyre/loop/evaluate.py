@@ -1,20 +1,21 @@
 """Evaluate: how good the policy is on problems it never trained on. In: held-out prompts or sequences, engine, scorer.
-Out: an Outcome. Callers: loop.controller, cli.eval through wire.
+Out: an Outcome. Callers: loop.controller, loop.offline, wire.commands.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from gyre.core.contracts import PolicyTrainer, RolloutEngine, Scorer
 from gyre.core.errors import ConfigError
-from gyre.core.records import Prompt, Sampling, TrainBatch
-from gyre.loop.collect import Collector, as_group, open_groups
+from gyre.core.records import Group, Prompt, Sampling, TrainBatch
+from gyre.loop.assemble import failed_parts
+from gyre.loop.collect import Collector, as_group, keep_scores, open_groups
 from gyre.loop.config import EvalConfig, RolloutConfig
-from gyre.loop.ports import TextPort
+from gyre.loop.ports import Emit, TextPort
 from gyre.loop.scoring import Scoring
 
 
@@ -22,10 +23,10 @@ from gyre.loop.scoring import Scoring
 class Outcome:
     """One evaluation."""
 
-    metric: str  # "accuracy" or "pair_accuracy"
+    metric: str  # "accuracy", "pair_accuracy", "preference_accuracy" or "loss"
     value: float
-    n: int  # problems or pairs
-    detail: dict[str, float]  # further means
+    n: int  # problems, pairs or sequences
+    detail: Mapping[str, float]  # further means
 
 
 class Rollouts:
@@ -40,8 +41,9 @@ class Rollouts:
         config: EvalConfig,
         *,
         seed: int,
+        emit: Emit,
     ) -> None:
-        self._engine, self._scorer, self._text, self._seed = engine, scorer, text, seed
+        self._engine, self._scorer, self._text, self._seed, self._emit = engine, scorer, text, seed, emit
         self._part = config.part
         self._rollout = rollout
         self._sampling = Sampling(
@@ -49,24 +51,24 @@ class Rollouts:
         )
 
     async def run(self, prompts: Sequence[Prompt]) -> Outcome:
-        scoring = Scoring(self._scorer, deadline_s=self._rollout.reward_deadline_s)
-        collector = Collector(
-            self._engine, scoring, self._text, sampling=self._sampling, cap=0, deadline_s=self._rollout.deadline_s
-        )
-        groups = await collector.run(open_groups(prompts, run_seed=self._seed, step=0))
-        scores = await scoring.finish()
-        for group in groups:
-            group.scores = {sample: scores[rollout.rollout_id] for sample, rollout in group.rollouts.items()}
+        """Ask each problem once. The same problems get the same seeds at every evaluation."""
+        groups = open_groups(prompts, run_seed=self._seed, step=0)
+        async with Scoring(self._scorer, deadline_s=self._rollout.reward_deadline_s) as scoring:
+            collector = Collector(
+                self._engine,
+                scoring,
+                self._text,
+                sampling=self._sampling,
+                cap=0,
+                deadline_s=self._rollout.deadline_s,
+                emit=self._emit,
+            )
+            await collector.run(groups)
+            keep_scores(groups, await scoring.finish())
         done = [as_group(group) for group in groups]
-        right = []
-        for group in done:
-            named = {part.name: part.value for part in group.scores[0].parts}
-            if self._part not in named:
-                raise ConfigError(
-                    f"eval.part = '{self._part}': no reward part of that name (there are: {', '.join(sorted(named))})",
-                    hint="name one of the reward parts, or leave it empty for the first",
-                )
-            right.append(named[self._part] >= 1.0)
+        for what, count in failed_parts(done).items():
+            self._emit("warn.reward_failed", where="evaluation", what=what, count=count)
+        right = [self._is_right(group) for group in done]
         rollouts = [rollout for group in done for rollout in group.rollouts]
         return Outcome(
             metric="accuracy",
@@ -78,6 +80,15 @@ class Rollouts:
                 "cut_off_share": float(np.mean([rollout.finish == "length" for rollout in rollouts])),
             },
         )
+
+    def _is_right(self, group: Group) -> bool:
+        named = {part.name: part.value for part in group.scores[0].parts}
+        if self._part not in named:
+            raise ConfigError(
+                f"eval.part = '{self._part}': no reward part of that name (there are: {', '.join(sorted(named))})",
+                hint="name one of the reward parts, or leave it empty for the first",
+            )
+        return named[self._part] >= 1.0
 
 
 async def pair_accuracy(trainer: PolicyTrainer, batch: TrainBatch) -> Outcome:

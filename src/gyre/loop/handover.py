@@ -1,10 +1,11 @@
 """Handover: the one place that decides when a version goes out to the engine. In: a trainer whose step has returned.
-Out: an engine that answers with that version, whole. Caller: loop.controller.
+Out: an engine that answers with that version, whole. Callers: loop.controller, loop.offline.
 
     trainer.register ──▶ lifecycle.prepare (receive and verify) ──▶ lifecycle.commit (swap)
 
 Two ways to leave the rollout phase: keep the engine (its components are parked by the ledger), or terminate it and
 start it again on dummy weights, as Kimi k1.5 does; a restarted engine takes no work before it has the current version.
+Waits: for the engine's prepare and commit, by the engine's own deadlines; for the compute thread, our own work.
 """
 
 from __future__ import annotations
@@ -33,25 +34,26 @@ class Handover:
         self._restart_engine = restart_engine
         self._running = True
 
-    async def leave_rollout(self) -> None:
-        """Called when no request is in flight and the device is wanted for training."""
+    async def leave_rollout(self, *, step: int) -> None:
+        """Called when no request is in flight and the device is wanted for scoring and training."""
         if self._restart_engine and self._running:
             await self._lifecycle.terminate()
             self._running = False
-            self._emit("engine.terminated")
+            self._emit("handover.engine_terminated", step=step)
 
     async def publish(self, *, step: int) -> None:
         """Bring the engine to the trainer's version; it has it whole, or keeps the old one and this raises."""
         if not self._running:
             await self._lifecycle.start(dummy=True)
             self._running = True
-            self._emit("engine.started", dummy=True, step=step)
+            self._emit("handover.engine_started", dummy=True, step=step)
         loop = asyncio.get_running_loop()
         manifest, tensors = await loop.run_in_executor(self._compute, self._trainer.register)
         try:
             await self._lifecycle.prepare(manifest, tensors)
             await self._lifecycle.commit(manifest.version, policy="drain")
-        except BaseException:
+        except BaseException as error:
+            self._emit("weights.publish_failed", step=step, version=manifest.version, error=repr(error))
             await self._lifecycle.rollback()
             raise
         self._emit(

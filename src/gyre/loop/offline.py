@@ -7,17 +7,23 @@ Out: a trained policy or reward model. Caller: wire.
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
+from gyre.core.contracts import PolicyTrainer
 from gyre.core.records import TrainBatch
-from gyre.loop.controller import note_outcome
-from gyre.loop.evaluate import Rollouts, held_out_loss, pair_accuracy, preference_accuracy
+from gyre.loop.evaluate import Outcome, Rollouts, held_out_loss, pair_accuracy, preference_accuracy
 from gyre.loop.handover import Handover
 from gyre.loop.ports import Parts, StageSpec
-from gyre.loop.resume import Progress, to_snapshot
+from gyre.loop.resume import Progress, is_due, note_outcome, to_snapshot
 
-JUDGES = {"rm": pair_accuracy, "dpo": preference_accuracy, "sft": held_out_loss}
+Measure = Callable[[PolicyTrainer, TrainBatch], Awaitable[Outcome]]
+
+MEASURES: Mapping[str, Measure] = MappingProxyType(
+    {"rm": pair_accuracy, "dpo": preference_accuracy, "sft": held_out_loss}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,10 +59,10 @@ class OfflineLoop:
         while progress.step < self._stage.steps:
             progress = await self._step(progress)
             last = progress.step == self._stage.steps
-            if last or _due(progress.step, self._config.eval_every_steps):
+            if last or is_due(progress.step, self._config.eval_every_steps):
                 progress = await self._evaluate(progress, "after")
                 await self._parts.gate.enter("train", step=progress.step)
-            if last or _due(progress.step, self._config.snapshot_every_steps):
+            if last or is_due(progress.step, self._config.snapshot_every_steps):
                 await self._snapshot(replace(progress, done=last))
         return replace(progress, done=True)
 
@@ -71,7 +77,7 @@ class OfflineLoop:
             stage=self._stage.name,
             step=step,
             version=report.version,
-            metrics={**report.metrics, "tokens_per_second": report.num_tokens / seconds},
+            metrics={**report.metrics, "tokens_per_second": report.num_tokens / max(seconds, 1e-9)},
             num_tokens=report.num_tokens,
             num_updates=report.num_updates,
             seconds=round(seconds, 4),
@@ -83,7 +89,7 @@ class OfflineLoop:
         if self._parts.eval_batch is not None:
             await gate.enter("score", step=step)
             with self._phase("evaluate", step=step):
-                outcome = await JUDGES[self._stage.objective.kind](self._parts.trainer, self._parts.eval_batch)
+                outcome = await MEASURES[self._stage.objective.kind](self._parts.trainer, self._parts.eval_batch)
             progress = note_outcome(progress, outcome, when, self._emit)
         if self._judge is not None and self._handover is not None and self._parts.eval_prompts:
             await gate.enter("handover", step=step)
@@ -98,7 +104,3 @@ class OfflineLoop:
         with self._phase("snapshot", step=progress.step):
             state, blobs = to_snapshot(progress, events=self._parts.observers.events.position())
             await self._parts.snapshots.save(step=progress.step, state=state, blobs=blobs)
-
-
-def _due(step: int, every: int) -> bool:
-    return bool(every) and step % every == 0

@@ -1,16 +1,20 @@
 """Resume: what a restart needs beside the trainer's own state, in one record. In: where a stage stands. Out: JSON-able
 state and record bytes for a snapshot, and the same read back. Callers: loop.controller, loop.offline, wire.
+
+Nothing here looks at a clock: what is due follows from the number of the step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gyre.core.codec import decode, encode
 from gyre.core.errors import SnapshotError
 from gyre.loop.collect import InFlight
+from gyre.loop.evaluate import Outcome
+from gyre.loop.ports import Emit
 
 IN_FLIGHT = "in_flight.msgpack"
 
@@ -27,6 +31,29 @@ class Progress:
     in_flight: Sequence[InFlight] = ()
 
 
+def is_due(step: int, every: int) -> bool:
+    """Whether something that happens every so many steps (0: never) happens after this one."""
+    return bool(every) and step % every == 0
+
+
+def note_outcome(progress: Progress, outcome: Outcome, when: str, emit: Emit) -> Progress:
+    """Keep the first value as "before" and the newest as "after"."""
+    emit(
+        "eval.done",
+        stage=progress.stage,
+        name=outcome.metric,
+        **{"loss" if outcome.metric == "loss" else "accuracy": outcome.value},
+        n=outcome.n,
+        step=progress.step,
+        when=when,
+        detail=dict(outcome.detail),
+    )
+    old = progress.evals.get(outcome.metric, {})
+    before = old.get("before", outcome.value)
+    numbers = {"before": before, "after": outcome.value, "n": outcome.n}
+    return replace(progress, evals={**progress.evals, outcome.metric: numbers})
+
+
 def to_snapshot(progress: Progress, *, events: Mapping[str, int]) -> tuple[dict[str, Any], dict[str, bytes]]:
     """(JSON-able state, blobs). `events` is the log position that readers are fenced to on resume."""
     state = {
@@ -41,6 +68,7 @@ def to_snapshot(progress: Progress, *, events: Mapping[str, int]) -> tuple[dict[
 
 
 def from_snapshot(state: Mapping[str, Any], blobs: Mapping[str, bytes]) -> Progress:
+    """Read back what to_snapshot gave."""
     if IN_FLIGHT not in blobs:
         raise SnapshotError(f"the snapshot has no {IN_FLIGHT}", hint="resume from an earlier snapshot")
     return Progress(

@@ -1,13 +1,14 @@
 """Scoring: rule rewards run in their own processes while rollouts are still being generated. In: finished rollouts, one
-by one. Out: their scores, and how much of the rules' time each window hid. Callers: loop.collect, loop.controller.
+by one. Out: their scores, and how much of the rules' time each window hid. Callers: loop.collect, loop.controller,
+loop.evaluate.
 
-    offer(rollout) ──▶ bounded queue ──▶ pump: takes what is there, asks the scorer, keeps the answers
+    offer(rollout) ──▶ waiting, until the event loop turns ──▶ one question to the scorer ──▶ scores by rollout id
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
+from types import TracebackType
 
 from gyre.core.contracts import Scorer
 from gyre.core.errors import DeadlineError
@@ -15,18 +16,30 @@ from gyre.core.records import Rollout, Score
 from gyre.observe.overlap import Interval, overlap_account
 
 MAX_BATCH = 128  # rollouts per question to the scorer: enough to be cheap, few enough that all its workers have some
+PATIENCE = 1.25  # the scorer itself answers at its deadline, with timeouts; the run ends only if not even that comes
 
 
 class Scoring:
-    """The rewards of one loop step."""
+    """The rewards of one loop step. Leaving the block takes back every question that has no answer yet."""
 
     def __init__(self, scorer: Scorer, *, deadline_s: float) -> None:
         self._scorer, self._deadline_s = scorer, deadline_s
         self._waiting: list[Rollout] = []  # bounded by the rollouts of a step
         self._asked: list[asyncio.Task[None]] = []
         self._scores: dict[str, Score] = {}
-        self._intervals: list[Interval] = []
         self._wake: asyncio.Handle | None = None
+
+    async def __aenter__(self) -> Scoring:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Waits for: the questions' tasks, cancelled unless they are done. They await nothing after that."""
+        self._stop_waking()
+        for task in self._asked:
+            task.cancel()
+        await asyncio.gather(*self._asked, return_exceptions=True)
 
     def offer(self, rollout: Rollout) -> None:
         """Hand over a finished rollout; those that finish in the same turn of the event loop are asked together."""
@@ -38,10 +51,11 @@ class Scoring:
         """Wait for all answers. Owner: loop.scoring; the deadline counts from now."""
         self._ask()
         if self._asked:
-            _, late = await asyncio.wait(self._asked, timeout=self._deadline_s)
+            _, late = await asyncio.wait(self._asked, timeout=self._deadline_s * PATIENCE)
             if late:
                 raise DeadlineError(
-                    f"{len(late)} batches of rewards had not come {self._deadline_s:.0f} s after the last rollout",
+                    f"{len(late)} of {len(self._asked)} questions to the rewards had no answer "
+                    f"{self._deadline_s * PATIENCE:g} s after the last rollout; owner: loop.scoring",
                     hint="raise rollout.reward_deadline_s, or lower the limits of the slow reward",
                 )
             for task in self._asked:
@@ -50,21 +64,23 @@ class Scoring:
 
     def account(self, *, rollout: Interval, reference: Interval) -> dict[str, float]:
         """Seconds for a `reward.window` event."""
-        return overlap_account(self._intervals, rollout=[rollout], reference=[reference])
+        rules = [(score.started_s, score.ended_s) for score in self._scores.values()]
+        return overlap_account(rules, rollout=[rollout], reference=[reference])
 
-    def _ask(self) -> None:
+    def _stop_waking(self) -> None:
         if self._wake is not None:
             self._wake.cancel()
             self._wake = None
+
+    def _ask(self) -> None:
+        self._stop_waking()
         while self._waiting:
             batch, self._waiting = self._waiting[:MAX_BATCH], self._waiting[MAX_BATCH:]
             self._asked.append(asyncio.create_task(self._score(batch)))
 
     async def _score(self, batch: list[Rollout]) -> None:
-        started_s = time.monotonic()
         scores = await self._scorer.score(batch, deadline_s=self._deadline_s)
         assert len(scores) == len(batch), f"{len(scores)} scores for {len(batch)} rollouts"
         for rollout, score in zip(batch, scores, strict=True):
             assert score.rollout_id == rollout.rollout_id, (score.rollout_id, rollout.rollout_id)
             self._scores[rollout.rollout_id] = score
-        self._intervals.append((started_s, time.monotonic()))

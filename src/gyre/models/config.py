@@ -21,6 +21,7 @@ class ShapeConfig(Section):
     head_dim: int = Field(default=64, ge=2, multiple_of=2, description="Width of one head; even.")
     mlp_size: int = Field(default=768, ge=1, description="Width of the gated MLP.")
     tied: bool = Field(default=True, description="Whether the output head is the embedding.")
+    vocab_size: int = Field(default=0, ge=0, description="Rows of the embedding; 0 takes the tokenizer's entries.")
     context_tokens: int = Field(default=2048, ge=2, description="Longest sequence, prompt and completion, in tokens.")
     rope_theta: float = Field(default=10_000.0, gt=0, description="Base of the rotary embedding.")
 

@@ -5,7 +5,12 @@ A metric that is not listed is still shown, under its own name. Callers: live.py
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from gyre.observe.jsonl import as_number
 
 PHASE_ORDER = ("rollout", "score", "train", "handover", "evaluate", "snapshot")
 
@@ -35,7 +40,7 @@ PANELS = (
         title="Accuracy",
         unit="fraction",
         help="Share of problems answered rightly. Dots are evaluations with their 95 % interval.",
-        metrics=("accuracy", "accuracy/*", "pair_accuracy", "reward_accuracy"),
+        metrics=("accuracy", "train_accuracy", "pair_accuracy", "reward_accuracy", "accuracy/*"),
     ),
     Panel(
         panel_id="reward_parts",
@@ -77,7 +82,7 @@ PANELS = (
         title="Engine–trainer log-prob gap",
         unit="nats",
         help="Mean absolute difference between the log-probs that the engine sampled with and the trainer's own.",
-        metrics=("logprob_gap", "logprob_gap", "logprob_gap/*"),
+        metrics=("logprob_gap", "logprob_gap/*"),
     ),
     Panel(
         panel_id="loss",
@@ -110,6 +115,26 @@ PANELS = (
         metrics=("learning_rate", "learning_rate/*", "lr"),
     ),
 )
+
+
+EVAL_MEASURES = ("accuracy", "pair_accuracy", "loss")  # what an evaluation is judged by, the first that it has
+
+
+def eval_measure(row: Mapping[str, Any]) -> tuple[str, float] | None:
+    """Return what an `eval.done` row is judged by, and its value."""
+    for measure in EVAL_MEASURES:
+        value = as_number(row.get(measure))
+        if value is not None and math.isfinite(value):
+            return measure, value
+    return None
+
+
+def eval_title(name: str, measure: str) -> str:
+    """Name an evaluation: by its problems, or as held out where its name says no more than what is measured."""
+    plain = name.replace("_", " ")
+    if name in EVAL_MEASURES:
+        return f"held-out {plain}"
+    return f"{plain} {measure.replace('_', ' ')}"
 
 
 def matches(pattern: str, metric: str) -> bool:

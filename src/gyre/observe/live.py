@@ -18,7 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from gyre.observe.catalog import pick
+from gyre.observe.catalog import eval_measure, eval_title, pick
 from gyre.observe.events import RESERVED
 from gyre.observe.live_state import LiveState, advance
 
@@ -136,10 +136,10 @@ def step_line(state: LiveState) -> str:
 
 def eval_line(row: Mapping[str, Any]) -> str:
     """Return one evaluation as a line of plain text."""
-    of_problems = f" on {row['n']} problems" if row.get("n") else ""
-    accuracy = row.get("accuracy")
-    shown = f"accuracy {accuracy:.1%}" if isinstance(accuracy, int | float) else "done"
-    return f"eval {row.get('name', '')}: {shown}{of_problems} at step {row.get('step', 0)}"
+    name, judged = str(row.get("name", "eval")), eval_measure(row)
+    if judged is None:
+        return f"eval {name}: no measure recorded at step {row.get('step', 0)}"
+    return f"eval: {eval_title(name, judged[0])} {show_measure(*judged)}{over(row)} at step {row.get('step', 0)}"
 
 
 def event_detail(row: Mapping[str, Any]) -> str:
@@ -238,14 +238,22 @@ def summary_lines(state: LiveState, run_folder: Path, report: Path | None) -> li
 
 def eval_span(name: str, rows: tuple[Mapping[str, Any], ...]) -> str:
     """Return how one evaluation went from first to newest."""
-    scored = [row for row in rows if isinstance(row.get("accuracy"), int | float)]
-    if not scored:
-        return f"{name}: no accuracy recorded"
-    n = scored[-1].get("n")
-    of_problems = f" on {n} problems" if n else ""
-    if len(scored) == 1:
-        return f"{name}: accuracy {scored[0]['accuracy']:.1%}{of_problems}"
-    return f"{name}: accuracy {scored[0]['accuracy']:.1%} → {scored[-1]['accuracy']:.1%}{of_problems}"
+    judged = [found for found in map(eval_measure, rows) if found is not None]
+    if not judged:
+        return f"{name}: no measure recorded"
+    (measure, first), (_, newest) = judged[0], judged[-1]
+    shown = show_measure(measure, newest)
+    if len(judged) > 1:
+        shown = f"{show_measure(measure, first)} → {shown}"
+    return f"{eval_title(name, measure)} {shown}{over(rows[-1])}"
+
+
+def over(row: Mapping[str, Any]) -> str:
+    return f" (n = {row['n']})" if row.get("n") else ""
+
+
+def show_measure(measure: str, value: float) -> str:
+    return show_number(value) if measure == "loss" else f"{value:.1%}"
 
 
 def sparkline(values: tuple[float, ...], *, width: int) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 
 from gyre.core.errors import InputError
 from gyre.observe.events import LiveRows, count_events, is_counted, read_events, weight_of
-from gyre.observe.live import event_detail, show_seconds
+from gyre.observe.live import event_detail, over, show_measure, show_seconds
 from gyre.observe.report_curves import curve_panels, outcomes
 from gyre.observe.report_samples import samples
 from gyre.observe.report_story import Story, tell
@@ -83,6 +83,7 @@ def describe_run(folder: Path, rows: LiveRows, story: Story) -> dict[str, Any]:
         "objective": str(started.get("objective") or (config.get("objective") or {}).get("kind") or ""),
         "model": describe_model(started.get("model") or config.get("model")),
         "seed": started.get("seed", config.get("seed")),
+        "device": " · ".join(str(started[key]) for key in ("device", "dtype") if started.get(key)),
         "gyre": str(started.get("gyre") or gyre_version()),
         "startedAt": None if story.started_t is None else datetime.fromtimestamp(story.started_t, UTC).isoformat(),
         "seconds": round(story.seconds, 2),
@@ -161,14 +162,16 @@ def counted_events(story: Story) -> list[dict[str, Any]]:
 
 def run_files(folder: Path, story: Story) -> list[dict[str, Any]]:
     """Return the texts that say what was asked, what was decided and where it ran."""
-    texts = [("config.toml", _read_text(folder / "config.toml")), ("plan.json", _read_text(folder / "plan.json"))]
-    hardware = _last_row(story, "run.started").get("hardware")
-    if hardware:
-        texts.append(("machine", json.dumps(hardware, indent=2, ensure_ascii=False)))
+    names = ["config.toml", "overrides.txt", *sorted(path.name for path in folder.glob("plan*.json"))]
+    texts = [(name, _read_text(folder / name)) for name in names]
+    started = _last_row(story, "run.started")
+    if started.get("hardware"):
+        machine = {key: started[key] for key in ("device", "dtype", "threads", "hardware") if key in started}
+        texts.append(("machine", json.dumps(machine, indent=2, ensure_ascii=False)))
     return [
         {"name": name, "text": text[:MAX_FILE_CHARS], "cut": max(0, len(text) - MAX_FILE_CHARS)}
         for name, text in texts
-        if text is not None
+        if text
     ]
 
 
@@ -208,10 +211,12 @@ def summarise(data: Mapping[str, Any]) -> str:
         steps = sum(stage["steps"] for stage in run["stages"])
         return f"{steps:,} steps {spent}."
     first = results[0]
-    n = f" ({first['after']['n']:,} problems)" if first["after"]["n"] else ""
+    measure = "loss" if first["unit"] == "" else "accuracy"
+    after = show_measure(measure, first["after"]["value"])
+    title, n = first["title"].capitalize(), over(first["after"])
     if len(first["path"]) == 1:
-        return f"Accuracy on {first['name']}{n}: {first['after']['value']:.1%}."
-    return f"Accuracy on {first['name']}{n}: {first['before']['value']:.1%} → {first['after']['value']:.1%} {spent}."
+        return f"{title} {after}{n}."
+    return f"{title} {show_measure(measure, first['before']['value'])} → {after}{n} {spent}."
 
 
 def _asset(name: str) -> str:

@@ -4,11 +4,11 @@ Pure. Caller: report.py."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gyre.observe.catalog import PANELS, Panel, place
+from gyre.observe.catalog import EVAL_MEASURES, PANELS, Panel, eval_measure, eval_title, place
 from gyre.observe.events import RESERVED
 from gyre.observe.jsonl import as_number
 from gyre.observe.report_story import Story, Told, spread
@@ -48,7 +48,9 @@ def gather_series(story: Story) -> dict[str, Series]:
 
 def eval_numbers(told: Told) -> dict[str, float]:
     """Return the measures of one evaluation."""
-    own = {name: as_number(value) for name, value in told.row.items() if name not in RESERVED | {"step", "n"}}
+    detail = told.row.get("detail")
+    fields = {**(detail if isinstance(detail, Mapping) else {}), **told.row}
+    own = {name: as_number(value) for name, value in fields.items() if name not in RESERVED | {"step", "n"}}
     return {name: value for name, value in own.items() if value is not None}
 
 
@@ -63,7 +65,8 @@ def curve_panels(story: Story) -> tuple[list[dict[str, Any]], list[dict[str, Any
         metric = series.name.split(": ", 1)[-1] if series.dots else series.name
         where = place(metric)
         if where is not None:
-            placed.setdefault(where[0].panel_id, []).append((where[1] - 100 * series.dots, series))
+            rank = where[1] + (0 if not series.dots else -100 if metric == "accuracy" else 100)
+            placed.setdefault(where[0].panel_id, []).append((rank, series))
         elif (constant := _constant(series)) is not None:
             constants.append({"name": series.name, "value": constant})
         else:
@@ -113,9 +116,10 @@ def series_label(series: Series, panel: Panel) -> str:
     """Return a name that does not repeat the title of its panel."""
     if series.dots:
         name, metric = series.name.split(": ", 1)
-        return name.replace("_", " ") + ("" if metric in ("accuracy", panel.panel_id) else f" {metric}")
+        whose = "held out" if name in EVAL_MEASURES else name.replace("_", " ")
+        return whose + ("" if metric in ("accuracy", panel.panel_id) else f" {metric.replace('_', ' ')}")
     label = series.name.split("/", 1)[-1] if "/" in series.name else series.name
-    return "in training" if label == "accuracy" else label.replace("_", " ")
+    return "in training" if label in ("accuracy", "train_accuracy") else label.replace("_", " ")
 
 
 def curve_notes(everything: Sequence[Series]) -> list[str]:
@@ -165,22 +169,29 @@ def _mean_point(bucket: Sequence[Point]) -> Point:
 
 
 def outcomes(story: Story) -> list[dict[str, Any]]:
-    """Return, per evaluation with an accuracy, its path from first to newest; held-out ones come first."""
-    paths: dict[str, list[dict[str, Any]]] = {}
+    """Return the path of each evaluation from first to newest: accuracies first, and held-out ones before others."""
+    paths: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for told in story.of_kind("eval.done"):
-        numbers = eval_numbers(told)
-        measure = next((name for name in ("accuracy", "pair_accuracy") if name in numbers), None)
-        if measure is None or not math.isfinite(numbers[measure]):
+        judged = eval_measure(told.row)
+        if judged is None:
             continue
+        measure, value = judged
         step, n = told.row.get("step") or 0, int(told.row.get("n") or 0)
-        point = {"value": numbers[measure], "n": n, "step": step, "x": story.x(told.stage, float(step)),
-                 "stage": told.stage, "interval": wilson_interval(numbers[measure], n)}  # fmt: skip
-        paths.setdefault(f"{told.row.get('name', 'eval')}", []).append(point)
+        interval = None if measure == "loss" else wilson_interval(value, n)
+        point = {"value": value, "n": n, "step": step, "x": story.x(told.stage, float(step)), "stage": told.stage,
+                 "interval": interval}  # fmt: skip
+        paths.setdefault((str(told.row.get("name", "eval")), measure), []).append(point)
     result = [
-        {"name": name.replace("_", " "), "before": path[0], "after": path[-1], "path": path}
-        for name, path in paths.items()
+        {
+            "title": eval_title(name, measure),
+            "unit": "" if measure == "loss" else "fraction",
+            "before": path[0],
+            "after": path[-1],
+            "path": path,
+        }
+        for (name, measure), path in paths.items()
     ]
-    return sorted(result, key=lambda outcome: ("held" not in outcome["name"], len(outcome["path"]) < 2))
+    return sorted(result, key=lambda out: (out["unit"] == "", "held" not in out["title"], len(out["path"]) < 2))
 
 
 def wilson_interval(share: float | None, n: int, z: float = 1.96) -> tuple[float, float] | None:

@@ -31,7 +31,9 @@ def scalars(row: Mapping[str, Any]) -> dict[str, float]:
     if row["kind"] == "step.done":
         numbers = {name: as_number(value) for name, value in (row.get("metrics") or {}).items()}
     elif row["kind"] == "eval.done":
-        own = {name: value for name, value in row.items() if name not in RESERVED | {"step", "name", "stage"}}
+        detail = row.get("detail")
+        fields = {**(detail if isinstance(detail, Mapping) else {}), **row}
+        own = {name: value for name, value in fields.items() if name not in RESERVED | {"step", "name", "stage"}}
         numbers = {f"eval/{row.get('name', 'eval')}/{name}": as_number(value) for name, value in own.items()}
     else:
         return {}

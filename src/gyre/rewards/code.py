@@ -220,7 +220,7 @@ def _call(
     source: str, cases: Sequence[Case], run: RunProgram, limits: Limits, tolerance: float
 ) -> tuple[ProgramResult, list[str | None]]:
     """One start of the harness. Returns a fault or None per test, as far as the process lived."""
-    harness = importlib.resources.files("gyre.rewards").joinpath("harness.py").read_text()
+    harness = importlib.resources.files("gyre.rewards").joinpath("harness.py").read_text(encoding="utf-8")
     token = os.urandom(8).hex()
     spec = json.dumps({"source": source, "calls": [case.call for case in cases], "token": token})
     result = run(Program(source=harness, stdin=spec), limits)

@@ -237,7 +237,7 @@ class RewardsConfig(Section):
     workers: int = Field(default=0, ge=0)
     """Worker processes; 0 starts one per core, 16 at most."""
 
-    worker_memory_mib: int = Field(default=4096, ge=0)
+    worker_memory_mib: int = Field(default=8192, ge=0)
     """Address space of a worker in MiB; 0 sets no limit."""
 
     deadline_s: float = Field(default=120.0, gt=0.0)

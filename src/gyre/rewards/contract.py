@@ -6,6 +6,7 @@ The function runs in a process of its own, which is ended when it takes too long
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import signal
@@ -43,20 +44,20 @@ def check_reward_function(
     part = {"kind": "function", "path": fn, "options": dict(options or {})}
     request = frame(Setup(parts=[part], sandbox="", memory_bytes=0))
     process = subprocess.Popen(
-        [sys.executable, "-m", "gyre.rewards.trial"],
+        [sys.executable, "-P", "-m", "gyre.rewards.trial"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=worker_environment(), start_new_session=True,
     )  # fmt: skip
     try:
-        _hear(process, request, _IMPORT_S, f"{fn!r} was not imported within {_IMPORT_S:g} s")
+        _hear(process, request, _IMPORT_S, fn, "while it was imported")
         for item in items:
             case = f"on the completion {_short(item.text)} of the task {_short(item.task)}"
             body = encode_item(item)
-            request = len(body).to_bytes(4, "little") + body
-            verdict = _hear(process, request, limit_s, f"reward function {fn!r} took longer than {limit_s:g} s {case}")
+            verdict = _hear(process, len(body).to_bytes(4, "little") + body, limit_s, fn, case)
             if verdict.outcome != "ok":
                 raise InputError(f"reward function {fn!r}: {verdict.reason}, {case}", hint=_HINT)
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it and all that it started have ended
+            os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
 
 
@@ -71,29 +72,27 @@ def _item(rollout: Rollout, text: str) -> Item:
     )
 
 
-def _hear(process: subprocess.Popen[bytes], request: bytes, limit_s: float, too_slow: str) -> Verdict:
+def _hear(process: subprocess.Popen[bytes], request: bytes, limit_s: float, fn: str, case: str) -> Verdict:
     """Send one request and wait for its verdict, `limit_s` at most."""
     assert process.stdin is not None and process.stdout is not None
-    try:
+    buffer, body, end_s = bytearray(), None, time.monotonic() + limit_s
+    with selectors.DefaultSelector() as selector, contextlib.suppress(BrokenPipeError):
         process.stdin.write(request)
         process.stdin.flush()
-    except BrokenPipeError:
-        raise InputError(f"the reward function ended its process with exit code {process.wait()}", hint=_HINT) from None
-    buffer, end_s = bytearray(), time.monotonic() + limit_s
-    with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
         while (body := take_frame(buffer)) is None:
             if not selector.select(max(end_s - time.monotonic(), 0.0)):
-                hint = "make it faster, or give the part a larger limit_s"
-                raise InputError(too_slow, hint=hint)
+                said = f"reward function {fn!r} took longer than {limit_s:g} s {case}"
+                raise InputError(said, hint="make it faster, or give the part a larger limit_s")
             data = os.read(process.stdout.fileno(), 1 << 16)
             if not data:
-                code = process.wait()
-                raise InputError(f"the reward function ended its process with exit code {code}", hint=_HINT)
+                break
             buffer += data
+    if body is None:
+        raise InputError(f"reward function {fn!r} ended its process with exit code {process.wait()} {case}", hint=_HINT)
     verdict = decode_verdict(body)
     if verdict.index < 0 and verdict.outcome != "ok":
-        raise InputError(verdict.reason, hint="see the message above; run from the folder that holds the module")
+        raise InputError(verdict.reason, hint="run from the folder that holds the module, or install it")
     return verdict
 
 

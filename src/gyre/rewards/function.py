@@ -38,7 +38,7 @@ def load_function(path: str) -> Callable[..., Any]:
             hint='write "package.module:function", as in "my_rewards:score"',
         )
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+        sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)
     except BaseException as error:

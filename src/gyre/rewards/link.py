@@ -82,7 +82,7 @@ class Nursery:
         self._loop: asyncio.AbstractEventLoop | None = None
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "gyre.rewards.worker", str(theirs.fileno()), *libraries],
+                [sys.executable, "-P", "-m", "gyre.rewards.worker", str(theirs.fileno()), *libraries],
                 pass_fds=(theirs.fileno(),), env=worker_environment(), start_new_session=True, stdin=subprocess.DEVNULL,
             )  # fmt: skip
 
@@ -126,9 +126,12 @@ class Nursery:
         self._hang_up()
         return self._process.wait()
 
-    async def close(self) -> bool:
-        """Hang up, whereupon it ends its workers, what they started, and itself. False when it had to be killed."""
+    async def close(self, *, idle: bool) -> bool:
+        """Hang up, whereupon it ends its workers, what they started, and itself. False when it had to be killed.
+        `idle`: it has no worker at work, and may still be loading; it is ended without waiting for that."""
         self._hang_up()
+        if idle:
+            self._process.kill()
         loop = asyncio.get_running_loop()
         end_s = loop.time() + _CLOSE_S
         while self._process.poll() is None:

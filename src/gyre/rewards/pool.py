@@ -18,12 +18,14 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from gyre.core.errors import DeadlineError
 from gyre.rewards.checks import QUICK
 from gyre.rewards.link import Channel, Nursery
 from gyre.rewards.messages import READY, Job, Setup, Verdict, decode_verdict, frame
 
 _MOST_CHECKS = 128  # per batch, so that no worker sits on work that another could do
 _MOST_TRIES = 3  # of a check while the nursery dies
+_MOST_FALSE_STARTS = 6
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -44,6 +46,7 @@ class Call:
     tickets: list[Ticket]
     left: int
     done: asyncio.Event = field(default_factory=asyncio.Event)
+    fault: DeadlineError | None = None  # why there will be no verdicts
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -85,6 +88,7 @@ class Pool:
         self._waiting: deque[Batch] = deque()
         self._workers: dict[int, Worker] = {}
         self._names = 0
+        self._false_starts = 0  # processes that ended before they were ready, one after the other
         self._closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._nursery = Nursery(self._libraries)
@@ -107,6 +111,8 @@ class Pool:
             raise
         finally:
             self._calls.remove(call)
+        if call.fault is not None:
+            raise call.fault
 
     def _cut(self, call: Call) -> list[Batch]:
         """Code checks one by one, since each waits for processes of its own; the others in batches."""
@@ -183,6 +189,7 @@ class Pool:
             verdict = decode_verdict(body)
             if verdict.index == READY:
                 worker.ready = True
+                self._false_starts = 0
                 continue
             batch = worker.batch
             assert batch is not None and verdict.index == batch.next, "a worker answers each check once, in order"
@@ -244,13 +251,17 @@ class Pool:
         assert worker.channel is not None
         worker.channel.receive()
         how = f"signal {-status}" if status < 0 else f"exit code {status}"
+        if not worker.ready and self._give_up_starting(how):
+            return
         if worker.batch is not None:
             self._blame(worker, f"it ended its worker process with {how}", "error")
         self._replace(worker, f"it ended with {how}")
 
     def _nursery_died(self) -> None:
         """Its end is no check's fault: start it and its workers anew, and what they were at."""
-        self._emit("reward.nursery_replaced", exit_code=self._nursery.bury())
+        code = self._nursery.bury()
+        self._emit("reward.nursery_replaced", exit_code=code)
+        ready = any(worker.ready for worker in self._workers.values())
         for worker in list(self._workers.values()):
             assert worker.channel is not None
             worker.channel.receive()
@@ -260,18 +271,36 @@ class Pool:
                     self._blame(worker, f"the worker processes died {_MOST_TRIES} times while it ran", "error")
             self._forget(worker)
         self._nursery = Nursery(self._libraries)
-        self._staff()
+        if ready or not self._give_up_starting(f"exit code {code}"):
+            self._staff()
+
+    def _give_up_starting(self, how: str) -> bool:
+        """Count a process that ended before it was ready; past the limit end every call with the reason."""
+        self._false_starts += 1
+        if self._false_starts < _MOST_FALSE_STARTS:
+            return False
+        for worker in list(self._workers.values()):
+            self._forget(worker)
+        self._waiting.clear()
+        for call in self._calls:
+            call.fault = DeadlineError(
+                f"the reward workers did not start in {self._false_starts} tries; the last one ended with {how}",
+                hint="what they said is on stderr; `python -m gyre.rewards.worker` needs the packages of this environment",
+            )
+            call.done.set()
+        return True
 
     async def close(self) -> None:
         """End every worker, what workers started, and the nursery. Calls that still wait end with timeouts."""
         if self._closed:
             return
         self._closed = True
-        for worker in list(self._workers.values()):
+        workers = list(self._workers.values())
+        for worker in workers:
             self._forget(worker)
         for call in self._calls:
             _give_up(call, "the scorer was closed")
-        if not await self._nursery.close():
+        if not await self._nursery.close(idle=not any(worker.ready for worker in workers)):
             self._emit("reward.nursery_killed")
 
 

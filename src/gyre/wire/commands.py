@@ -70,7 +70,7 @@ def evaluate(target: Path, config_path: Path | None, overrides: list[str], *, nu
         scorer = make_scorer(config, emit)
         try:
             await engine.start(dummy=False)
-            judge = make_judge(config, engine, scorer, policy.tokenizer)
+            judge = make_judge(config, engine, scorer, policy.tokenizer, emit)
             return await judge.run(prompts)
         finally:
             await scorer.close()

@@ -115,10 +115,15 @@ def find_spec(config: RunConfig, tokenizer: Tokenizer) -> ModelSpec:
     """The model's sizes, without its weights."""
     if config.model.path:
         return spec_from_hub_config(read_json(find_folder(config.model.path) / CONFIG_FILE))
-    assert config.model.shape is not None
-    return spec_from_shape(
-        config.model.shape, vocab_size=tokenizer.vocab_size, bos_id=tokenizer.bos_id, eos_ids=tokenizer.eos_ids
-    )
+    shape = config.model.shape
+    assert shape is not None
+    if 0 < shape.vocab_size < tokenizer.vocab_size:
+        raise ConfigError(
+            f"model.shape.vocab_size = {shape.vocab_size}: the tokenizer has {tokenizer.vocab_size} entries",
+            hint="leave it out to take the tokenizer's number, or give a larger one",
+        )
+    vocab_size = shape.vocab_size or tokenizer.vocab_size
+    return spec_from_shape(shape, vocab_size=vocab_size, bos_id=tokenizer.bos_id, eos_ids=tokenizer.eos_ids)
 
 
 def load_policy(folder: Path, machine: Machine) -> Policy:
@@ -183,9 +188,10 @@ def try_rewards(config: RunConfig, prompts: Sequence[Prompt], tokenizer: Tokeniz
         check_rewards(config.rewards, samples)
 
 
-def make_judge(config: RunConfig, engine: NativeEngine, scorer: RuleScorer, text: TextPort) -> Rollouts:
+def make_judge(config: RunConfig, engine: NativeEngine, scorer: RuleScorer, text: TextPort, emit: Emit) -> Rollouts:
     settings = config.eval.model_copy(update={"part": accuracy_part(config)})
-    return Rollouts(engine, scorer, text, config.rollout, settings, seed=derive_seed(config.run.seed, "eval"))
+    seed = derive_seed(config.run.seed, "eval")
+    return Rollouts(engine, scorer, text, config.rollout, settings, seed=seed, emit=emit)
 
 
 def accuracy_part(config: RunConfig) -> str:

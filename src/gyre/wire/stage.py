@@ -118,7 +118,7 @@ class Built:
             return Ring(spec, parts, ring, compute=self._machine.compute)
         judge = None
         if self._engine is not None and self._scorer is not None:
-            judge = make_judge(config, self._engine, self._scorer, parts.text)
+            judge = make_judge(config, self._engine, self._scorer, parts.text, self._emit)
         offline = OfflineConfig(
             records_per_step=stage.records_per_step,
             snapshot_every_steps=config.snapshot.every_steps,

@@ -42,7 +42,11 @@ function number(value) {
 const trim = (text) => (text.includes(".") ? text.replace(/\.?0+$/, "") : text).replace("-", "−");
 // A tick is a round number already: all its digits count.
 const tickText = (value) => (Math.abs(value) < 1e3 && Math.abs(value) >= 0.001 ? trim(String(Number(value.toPrecision(6)))) : number(value));
-const percent = (value, digits = 1) => (Number.isFinite(value) ? `${(value * 100).toFixed(digits)} %` : "–");
+function percent(value, digits = 1) {
+  if (!Number.isFinite(value)) return "–";
+  const least = 10 ** -digits;
+  return value > 0 && value * 100 < least / 2 ? `<${least.toFixed(digits)} %` : `${(value * 100).toFixed(digits).replace("-", "−")} %`;
+}
 const plural = (n, one, many) => `${count(n)} ${n === 1 ? one : many}`;
 const count = (value) => value.toLocaleString("en-US");
 const shown = (value, unit) => (unit === "fraction" ? (value === null || value === undefined ? "–" : percent(value)) : number(value));
@@ -104,6 +108,7 @@ const seriesColour = (at) => cssColour(SERIES_COLOURS[at % SERIES_COLOURS.length
 const phaseNumbers = new Map();
 function phaseColour(phase) {
   const parent = phase.split("/")[0];
+  if (parent === "idle") return "var(--line)";
   if (PHASE_COLOURS[parent]) return cssColour(PHASE_COLOURS[parent]);
   if (!phaseNumbers.has(parent)) phaseNumbers.set(parent, [7, 8, 6, 5][phaseNumbers.size % 4]);
   return cssColour(phaseNumbers.get(parent));

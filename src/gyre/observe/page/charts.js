@@ -115,6 +115,7 @@ class LineChart {
     let [bottom, top] = [Infinity, -Infinity];
     for (const value of found) { bottom = Math.min(bottom, value); top = Math.max(top, value); }
     if (this.panel.unit === "fraction" && top > 0.5 && bottom >= 0 && top <= 1) return [0, 1];
+    if (bottom === 0 && top === 0) return [0, 1];
     if (bottom > 0 && bottom < 0.6 * top) bottom = 0;
     if (bottom === top) { const pad = Math.abs(top) * 0.1 || 1; return [bottom - pad, top + pad]; }
     const pad = (top - bottom) * 0.06;
@@ -185,7 +186,7 @@ class LineChart {
     RUN.stages.filter((stage) => stage.steps > 0).forEach((stage, at) => {
       if (at === 0) return;
       const x = this.sx(view.axis === "step" ? stage.firstX - 0.5 : stage.start);
-      if (x <= left + 2 || x >= right - 2) return;
+      if (x <= left + 14 || x >= right - 2) return;
       parts.push(svg("line", { class: "stage-line", x1: x, x2: x, y1: top - 12, y2: bottom }));
       const room = right - x > 60;
       parts.push(svg("text", { class: "stage-name", x: room ? x + 5 : x - 5, y: top - 5, "text-anchor": room ? "start" : "end" }, room ? `${words(stage.name)} →` : words(stage.name)));

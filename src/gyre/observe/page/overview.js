@@ -13,7 +13,7 @@ function overview() {
 }
 
 function chips() {
-  const texts = [RUN.objective && [RUN.objective.toUpperCase(), "strong"], RUN.model && [RUN.model], RUN.seed !== null && RUN.seed !== undefined && [`seed ${RUN.seed}`],
+  const texts = [RUN.objective && [RUN.objective.toUpperCase(), "strong"], RUN.model && [RUN.model], RUN.device && [RUN.device], RUN.seed !== null && RUN.seed !== undefined && [`seed ${RUN.seed}`],
     RUN.startedAt && [new Date(RUN.startedAt).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" })],
     !RUN.finished && ["not finished", "warn"], RUN.attempts > 1 && [`resumed ${RUN.attempts - 1 === 1 ? "once" : `${RUN.attempts - 1} times`}`, "warn"]];
   return texts.filter(Boolean).map(([text, kind]) => el("span", { class: `chip ${kind || ""}` }, text));
@@ -23,6 +23,7 @@ function lead() {
   const first = DATA.outcomes[0];
   const spent = `${RUN.finished ? "in" : "so far, after"} ${seconds(RUN.seconds)}`;
   if (first.path.length < 2) return `One evaluation ${spent}.`;
+  if (first.unit !== "fraction") return `${capital(first.title)} from ${number(first.before.value)} to ${number(first.after.value)} ${spent}.`;
   const points = (first.after.value - first.before.value) * 100;
   if (Math.abs(points) < 0.05) return `As accurate as at the start, ${spent}.`;
   return `${Math.abs(points).toFixed(1)} points ${points > 0 ? "more" : "less"} accurate ${spent}.`;
@@ -34,17 +35,19 @@ function outcomeCard() {
   const interval = first.after.interval;
   const several = first.path.length > 1;
   return el("div", { class: "card outcome" },
-    el("div", { class: "outcome-label" }, el("b", {}, `Accuracy, ${first.name}`), first.after.n ? ` · ${count(first.after.n)} problems` : ""),
-    el("div", { class: "outcome-numbers", role: "img", "aria-label": several ? `from ${percent(first.before.value)} to ${percent(first.after.value)}` : percent(first.after.value) },
-      several ? [el("span", { class: "outcome-before" }, tight(first.before.value)), arrow()] : null,
-      el("span", { class: "outcome-after" }, tight(first.after.value))),
+    el("div", { class: "outcome-label" }, el("b", {}, capital(first.title)), first.after.n ? ` · n = ${count(first.after.n)}` : ""),
+    el("div", { class: "outcome-numbers", role: "img", "aria-label": span(first) },
+      several ? [el("span", { class: "outcome-before" }, tight(first.before.value, first.unit)), arrow()] : null,
+      el("span", { class: "outcome-after" }, tight(first.after.value, first.unit))),
     several && first.path.length > 2 ? pathChart(first) : null,
     el("div", { class: "outcome-more" },
       interval ? el("span", {}, "95 % interval ", el("b", {}, `${percent(interval[0])} – ${percent(interval[1])}`)) : null,
-      others.slice(0, 4).map((other) => el("span", {}, `${other.name} `, el("b", {}, other.path.length > 1 ? `${percent(other.before.value)} → ${percent(other.after.value)}` : percent(other.after.value))))));
+      others.slice(0, 4).map((other) => el("span", {}, `${other.title} `, el("b", {}, span(other))))));
 }
 
-const tight = (value) => `${(value * 100).toFixed(1)}%`;
+const capital = (text) => text.charAt(0).toUpperCase() + text.slice(1);
+const tight = (value, unit) => (unit === "fraction" ? `${(value * 100).toFixed(1)}%` : number(value));
+const span = ({ path, before, after, unit }) => (path.length > 1 ? `${shown(before.value, unit)} → ${shown(after.value, unit)}` : shown(after.value, unit));
 const arrow = () => svg("svg", { class: "outcome-arrow", viewBox: "0 0 46 24", "aria-hidden": "true" },
   svg("path", { d: "M2 12h40M32 3l10 9-10 9", style: { fill: "none", stroke: "currentcolor", "stroke-width": 2.6, "stroke-linecap": "round", "stroke-linejoin": "round" } }));
 
@@ -67,7 +70,7 @@ function pathChart(outcome) {
       svg("linearGradient", { id: "path-fill", x1: 0, x2: 0, y1: 0, y2: 1 },
         svg("stop", { offset: 0, style: { "stop-color": "var(--accent)", "stop-opacity": 0.25 } }), svg("stop", { offset: 1, style: { "stop-color": "var(--accent)", "stop-opacity": 0 } })),
       svg("path", { d: `${line}L${sx(high)} 66L${sx(low)} 66Z`, fill: "url(#path-fill)" }),
-      ...starts.map((point) => svg("text", { x: sx(point.x) - 7, y: sy(point.value) - 9, "text-anchor": "end", style: { fill: "var(--text)", "font-size": "13px", "font-weight": 600 } }, percent(point.value))),
+      ...starts.map((point) => svg("text", { x: sx(point.x) - 7, y: sy(point.value) - 9, "text-anchor": "end", style: { fill: "var(--text)", "font-size": "13px", "font-weight": 600 } }, shown(point.value, outcome.unit))),
       ...stagesWithin(low, high).map((stage) => svg("line", { x1: sx(stage.firstX - 0.5), x2: sx(stage.firstX - 0.5), y1: 6, y2: 66, "stroke-dasharray": "3 3", style: { stroke: "var(--muted)", opacity: 0.6 } })),
       svg("path", { d: line, style: { fill: "none", stroke: "var(--accent)", "stroke-width": 2.4, "stroke-linejoin": "round", "stroke-linecap": "round" } }),
       ...outcome.path.map((point) => svg("circle", { cx: sx(point.x), cy: sy(point.value), r: 3.2, style: { fill: "var(--accent)", stroke: "var(--surface)", "stroke-width": 1.5 } })),
@@ -141,7 +144,7 @@ function tiles() {
     const sorted = speed.v.filter((value, at) => value !== null && stageAt(speed.x[at]) === stage).sort((a, b) => a - b);
     if (sorted.length) tile("Tokens per second", number(sorted[sorted.length >> 1]), `median of ${stage && RUN.stages.length > 1 ? words(stage.name) : "the run"}`);
   }
-  if (DATA.memory) tile("Peak device memory", bytes(peakOf("device").total), `in ${peakOf("device").phase || "the run"}`);
+  if (DATA.memory) tile("Peak device memory", bytes(peakOf("device").total), peakOf("device").phase === "idle" ? "between phases" : `in ${peakOf("device").phase || "the run"}`);
   tile("Counted events", count(RUN.numCounted), RUN.numCounted ? "fallbacks, drops, retries" : "nothing fell back");
   return made;
 }

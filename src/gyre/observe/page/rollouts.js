@@ -17,7 +17,9 @@ class RolloutBrowser {
     const scores = this.steps.flatMap((step) => step.groups.flatMap((group) => group.rollouts.map((rollout) => rollout.score))).filter((score) => score !== null);
     this.low = scores.length ? Math.min(...scores) : 0;
     this.high = scores.length ? Math.max(...scores) : 1;
-    for (const step of this.steps) for (const group of step.groups) Object.assign(group, this.spreadOf(group));
+    const groups = this.steps.flatMap((step) => step.groups);
+    const texts = excerpts(groups.map((group) => group.prompt));
+    groups.forEach((group, at) => Object.assign(group, this.spreadOf(group), { excerpt: texts[at] }));
     this.at = { step: this.steps.length - 1, group: null, rollout: 0 };
     this.order = "as sampled";
     this.build();
@@ -74,7 +76,7 @@ class RolloutBrowser {
     if (!groups.includes(this.at.group)) this.at.group = groups[0];
     this.list.replaceChildren(...groups.map((group) => el("li", {},
       el("button", { class: "group", type: "button", "aria-current": String(group === this.at.group), on: { click: () => { this.at.group = group; this.listGroups(); this.setRollout(0); } } },
-        el("span", { class: "group-text" }, excerpt(group.prompt)),
+        el("span", { class: "group-text" }, group.excerpt),
         el("span", { class: "group-dots" }, group.rollouts.map((rollout) => el("i", { style: { "--dot": this.colour(rollout.score) } })), el("span", {}, `mean ${points(group.mean)}`))))));
     this.setRollout(Math.min(this.at.rollout, this.at.group.rollouts.length - 1));
   }
@@ -156,10 +158,13 @@ class RolloutBrowser {
 
 const visible = (text) => (text === "" ? "(empty)" : text.replaceAll(" ", "␣").replaceAll("\n", "↵").replaceAll("\t", "⇥"));
 
-// The last lines of a prompt say more than its template.
-function excerpt(prompt) {
-  const plain = prompt.replace(/<\|?[\w/]+\|?>/g, " ").replace(/\s+/g, " ").trim();
-  return (plain || prompt).slice(-160);
+// What tells a prompt from the others: its text without template marks and without the words that all of them begin with.
+function excerpts(prompts) {
+  const plain = prompts.map((prompt) => prompt.replace(/<\|?[\w/]+\|?>/g, " ").replace(/\s+/g, " ").trim() || prompt);
+  let shared = plain.length > 1 ? plain[0] : "";
+  for (const text of plain) while (!text.startsWith(shared)) shared = shared.slice(0, -1);
+  const cut = shared.length < 24 || plain.includes(shared) ? 0 : shared.lastIndexOf(" ") + 1;
+  return plain.map((text) => (cut ? `…${text.slice(cut)}` : text));
 }
 
 function tokenNode(text, logprob, at) {

@@ -1,0 +1,286 @@
+"""Contract suite of RolloutEngine and EngineLifecycle: what every engine promises the loop.
+
+A new implementation adds its builder to IMPLEMENTATIONS. A builder returns the engine, not started, and the tensors
+that a version of it consists of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gyre.core.errors import DeadlineError, InputError, SnapshotError
+from gyre.core.records import Completion, Manifest, Request, Sampling
+from gyre.core.seeds import derive_seed
+from gyre.engine.config import EngineConfig
+from gyre.engine.native import NativeEngine
+from gyre.engine.streams import collect
+from gyre.models.config import ShapeConfig
+from gyre.models.decoder import Decoder
+from gyre.models.init import init_weights
+from gyre.models.spec import spec_from_shape
+from gyre.testing.config import FakeEngineConfig
+from gyre.testing.engine import ScriptedEngine
+from gyre.weights.manifest import make_manifest
+
+VOCAB, MAX_TOKENS = 48, 20
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    engine: Any
+    tensors: dict[str, torch.Tensor]
+    shared: bool
+
+    def manifest(self, version: int) -> Manifest:
+        return make_manifest(version, self.tensors, shared=self.shared, checksums=not self.shared)
+
+
+def build_native(shared: bool) -> Subject:
+    shape = ShapeConfig(
+        family="qwen3",
+        hidden_size=32,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=16,
+        mlp_size=48,
+        tied=True,
+        context_tokens=128,
+    )
+    spec = spec_from_shape(shape, vocab_size=VOCAB, bos_id=None, eos_ids=())
+    decoder, source = (Decoder(spec, device=CPU, dtype=torch.float32) for _ in range(2))
+    for one in (decoder, source):
+        init_weights(one, 0)
+    engine = NativeEngine(
+        decoder,
+        EngineConfig(num_pages=80, page_tokens=4, max_running=6, token_budget=32, burst_steps=2),
+        compute=ThreadPoolExecutor(1),
+        emit=lambda kind, **fields: None,
+        device=CPU,
+        dtype=torch.float32,
+        shared_weights=shared,
+    )
+    owner = decoder if shared else source
+    tensors = {name: parameter.detach() for name, parameter in owner.named_parameters()}
+    return Subject(engine=engine, tensors=tensors, shared=shared)
+
+
+def build_scripted() -> Subject:
+    def recite(request: Request, index: int, version: int) -> list[int]:
+        return [derive_seed(request.seed, index, place) % VOCAB for place in range(200)]
+
+    engine = ScriptedEngine(
+        recite, emit=lambda kind, **fields: None, config=FakeEngineConfig(context_tokens=128, max_running=6)
+    )
+    return Subject(engine=engine, tensors={"w": torch.ones(3)}, shared=False)
+
+
+IMPLEMENTATIONS: dict[str, Callable[[], Subject]] = {
+    "native, shared weights": lambda: build_native(True),
+    "native, own weights": lambda: build_native(False),
+    "scripted": build_scripted,
+}
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def subject(request) -> Subject:
+    return IMPLEMENTATIONS[request.param]()
+
+
+def ask(name: str = "r", **fields) -> Request:
+    sampling = Sampling(max_tokens=fields.pop("max_tokens", MAX_TOKENS), n=fields.pop("n", 2))
+    return Request(
+        request_id=name,
+        tokens=np.arange(1, 8, dtype=np.int32),
+        sampling=sampling,
+        seed=fields.pop("seed", 5),
+        chunk_tokens=fields.pop("chunk_tokens", 3),
+        **fields,
+    )
+
+
+def go(work: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(work(), 60))  # type: ignore[arg-type]
+
+
+async def read(subject: Subject, request: Request) -> tuple[Completion, ...]:
+    return await collect(subject.engine.submit(request))
+
+
+def test_each_completion_streams_and_ends_once(subject: Subject) -> None:
+    async def main() -> None:
+        await subject.engine.start(dummy=False)
+        ended: list[int] = []
+        tokens: dict[int, int] = {0: 0, 1: 0}
+        async for chunk in subject.engine.submit(ask()):
+            assert chunk.request_id == "r" and chunk.index not in ended
+            count = len(chunk.tokens)
+            assert count == len(chunk.logprobs) == len(chunk.raw_logprobs) == len(chunk.versions)
+            assert chunk.tokens.dtype == np.int32 and chunk.logprobs.dtype == np.float32
+            assert (chunk.versions == 0).all() and (chunk.logprobs <= 1e-6).all()
+            tokens[chunk.index] += count
+            if chunk.finish is not None:
+                assert chunk.finish == "length"
+                ended.append(chunk.index)
+            else:
+                assert count == 3
+        assert sorted(ended) == [0, 1] and tokens == {0: MAX_TOKENS, 1: MAX_TOKENS}
+        stats = await subject.engine.stats()
+        assert stats.running == stats.waiting == 0 and stats.generated_tokens == 2 * MAX_TOKENS
+
+    go(main)
+
+
+def test_the_same_request_gives_the_same_tokens_alone_or_not_streamed_or_not(subject: Subject) -> None:
+    async def main() -> None:
+        await subject.engine.start(dummy=False)
+        alone = await read(subject, ask())
+        crowd = [subject.engine.submit(ask(f"c{i}", seed=100 + i)) for i in range(9)]
+        again = await read(subject, ask("s", chunk_tokens=0))
+        for stream in crowd:
+            await collect(stream)
+        assert [part.tokens.tolist() for part in again] == [part.tokens.tolist() for part in alone]
+        assert alone[0].tokens.tolist() != alone[1].tokens.tolist()
+
+    go(main)
+
+
+def test_a_refusal_is_an_answer_for_each_completion(subject: Subject) -> None:
+    async def main() -> None:
+        before = await read(subject, ask())
+        assert [part.finish for part in before] == ["refused"] * 2 and all(part.reason for part in before)
+        await subject.engine.start(dummy=True)
+        dummy = await read(subject, ask())
+        assert [part.finish for part in dummy] == ["refused"] * 2
+        await subject.engine.prepare(subject.manifest(1), subject.tensors)
+        await subject.engine.commit(1, policy="drain")
+        for request in (ask(max_tokens=500), replace(ask(), grammar="root ::= x")):
+            parts = await read(subject, request)
+            assert [part.finish for part in parts] == ["refused"] * 2 and all(part.reason for part in parts)
+        assert (await read(subject, ask()))[0].finish == "length"
+        assert (await subject.engine.stats()).refused == 4
+
+    go(main)
+
+
+def test_abort_ends_a_request_with_what_it_has(subject: Subject) -> None:
+    async def main() -> None:
+        await subject.engine.start(dummy=False)
+        stream = subject.engine.submit(ask(max_tokens=100, chunk_tokens=1))
+        other = subject.engine.submit(ask("other"))
+        await anext(stream)
+        await subject.engine.abort("r")
+        await subject.engine.abort("r")
+        await subject.engine.abort("never seen")
+        assert [part.finish for part in await collect(stream)] == ["abort"] * 2
+        assert [part.finish for part in await collect(other)] == ["length"] * 2
+
+    go(main)
+
+
+def test_abort_before_anything_ran(subject: Subject) -> None:
+    async def main() -> None:
+        await subject.engine.start(dummy=False)
+        stream = subject.engine.submit(ask())
+        await subject.engine.abort("r")
+        assert [part.finish for part in await collect(stream)] == ["abort"] * 2
+
+    go(main)
+
+
+def test_interrupted_requests_go_on_from_their_partials(subject: Subject) -> None:
+    async def main() -> None:
+        await subject.engine.start(dummy=False)
+        whole = await read(subject, ask(chunk_tokens=0))
+        streams = [subject.engine.submit(ask(chunk_tokens=1)), subject.engine.submit(ask("late", chunk_tokens=0))]
+        await anext(streams[0])
+        partials = await subject.engine.interrupt(deadline_s=20)
+        parts = await collect(streams[0])
+        assert {part.finish for part in parts} <= {"interrupted", "length"} and set(partials) >= {"r"}
+        await collect(streams[1])
+        assert [partial.index for partial in partials["r"]] == [0, 1]
+        rest = await read(subject, replace(ask("go on"), partials=partials["r"]))
+        for index in (0, 1):
+            joined = [*partials["r"][index].tokens.tolist(), *rest[index].tokens.tolist()]
+            assert joined == whole[index].tokens.tolist()
+        assert await subject.engine.interrupt(deadline_s=20) == {}
+
+    go(main)
+
+
+def test_deadlines_and_drain(subject: Subject) -> None:
+    async def main() -> None:
+        await subject.engine.start(dummy=False)
+        assert {part.finish for part in await read(subject, ask(deadline_s=0.0))} == {"deadline"}
+        stream = subject.engine.submit(ask(max_tokens=100))
+        with pytest.raises(DeadlineError, match="in flight|drain"):
+            await subject.engine.drain(deadline_s=0.0)
+        await subject.engine.drain(deadline_s=20)
+        stats = await subject.engine.stats()
+        assert stats.running == stats.waiting == 0
+        assert [part.finish for part in await collect(stream)] == ["length"] * 2
+
+    go(main)
+
+
+@pytest.mark.parametrize("policy", ["drain", "keep_prefix", "continue"])
+def test_a_version_goes_live_by_commit_only(subject: Subject, policy: str) -> None:
+    async def main() -> None:
+        await subject.engine.start(dummy=False)
+        with pytest.raises(InputError):
+            await subject.engine.commit(1, policy=policy)
+        await subject.engine.prepare(subject.manifest(1), subject.tensors)
+        assert set((await read(subject, ask()))[0].versions.tolist()) == {0}
+        await subject.engine.rollback()
+        with pytest.raises(InputError):
+            await subject.engine.commit(1, policy=policy)
+        await subject.engine.prepare(subject.manifest(2), subject.tensors)
+        await subject.engine.commit(2, policy=policy)
+        await subject.engine.commit(2, policy=policy)
+        assert set((await read(subject, ask()))[0].versions.tolist()) == {2}
+        assert (await subject.engine.stats()).version == 2
+
+    go(main)
+
+
+def test_a_torn_version_is_not_prepared(subject: Subject) -> None:
+    if subject.shared:
+        pytest.skip("shared weights carry no bytes that could be torn")
+
+    async def main() -> None:
+        await subject.engine.start(dummy=False)
+        torn = {name: tensor + 1 for name, tensor in subject.tensors.items()}
+        with pytest.raises(SnapshotError):
+            await subject.engine.prepare(subject.manifest(1), torn)
+        with pytest.raises(InputError):
+            await subject.engine.commit(1, policy="drain")
+
+    go(main)
+
+
+def test_destroyed_and_instantiated_again(subject: Subject) -> None:
+    async def main() -> None:
+        expected = None
+        for version in (1, 2, 3):
+            await subject.engine.start(dummy=True)
+            await subject.engine.prepare(subject.manifest(version), subject.tensors)
+            await subject.engine.commit(version, policy="drain")
+            parts = await read(subject, ask())
+            expected = expected or parts[0].tokens.tolist()
+            assert parts[0].tokens.tolist() == expected and set(parts[0].versions.tolist()) == {version}
+            stream = subject.engine.submit(ask(max_tokens=100))
+            await subject.engine.terminate()
+            assert [part.finish for part in await collect(stream)] == ["abort"] * 2
+            assert not (await subject.engine.health()).ok
+        await subject.engine.terminate()
+
+    go(main)

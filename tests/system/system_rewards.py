@@ -1,0 +1,44 @@
+"""Reward functions that a user might bring, good and bad."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+
+def varied(task, completion):
+    """Differs between completions, and depends on nothing else."""
+    return (sum(completion.encode("utf-8", "replace")) % 7) / 7
+
+
+def raises(task, completion):
+    raise KeyError("no such thing in this task")
+
+
+def gives_nan(task, completion):
+    return float("nan")
+
+
+def hangs(task, completion):
+    time.sleep(600)
+
+
+def no_number(task, completion):
+    return "good"
+
+
+def fails_later(task, completion, *, flag):
+    """Fine until the file FLAG exists, then it raises, returns NaN, hangs or dies, as the completion has it."""
+    if not Path(flag).exists():
+        return varied(task, completion)
+    way = sum(completion.encode("utf-8", "replace")) % 5
+    if way == 0:
+        raise RuntimeError("the service behind this reward is gone")
+    if way == 1:
+        return float("inf")
+    if way == 2:
+        os._exit(3)
+    if way == 3:
+        time.sleep(600)
+    return 1.0

@@ -1,0 +1,110 @@
+"""Admission and config: each refusal names what it got and what is accepted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from gyre.core.records import Partial, Request, Sampling, Support
+from gyre.engine.admission import Limits, find_refusal
+from gyre.engine.config import EngineConfig, plan_num_pages
+
+LIMITS = Limits(vocab_size=50, context_tokens=64, cache_tokens=48, can_decode=False)
+GOOD = Request(request_id="r", tokens=np.arange(10, dtype=np.int32), sampling=Sampling(max_tokens=20, n=2))
+
+
+def with_sampling(**fields) -> Request:
+    return replace(GOOD, sampling=replace(GOOD.sampling, **fields))
+
+
+def partial(**fields) -> Partial:
+    made = Partial(
+        index=0,
+        tokens=np.asarray([1, 2], np.int32),
+        logprobs=np.zeros(2, np.float32),
+        raw_logprobs=np.zeros(2, np.float32),
+        versions=np.zeros(2, np.int32),
+    )
+    return replace(made, **fields)
+
+
+REFUSED: dict[str, tuple[Request, str]] = {
+    "negative temperature": (with_sampling(temperature=-1.0), "temperature = -1.0"),
+    "temperature not a number": (with_sampling(temperature=float("nan")), "temperature = nan"),
+    "top_p of 0": (with_sampling(top_p=0.0), "top_p = 0.0"),
+    "top_p over 1": (with_sampling(top_p=1.5), "top_p = 1.5"),
+    "negative top_k": (with_sampling(top_k=-1), "top_k = -1"),
+    "min_p over 1": (with_sampling(min_p=2.0), "min_p = 2.0"),
+    "no tokens wanted": (with_sampling(max_tokens=0), "max_tokens = 0"),
+    "no completions wanted": (with_sampling(n=0), "n = 0"),
+    "empty stop string": (with_sampling(stop=("",)), "empty stop string"),
+    "stop strings without tokenizer": (with_sampling(stop=("x",)), "use stop_ids"),
+    "empty prompt": (replace(GOOD, tokens=np.empty(0, np.int32)), "empty prompt"),
+    "token beyond the vocabulary": (replace(GOOD, tokens=np.asarray([50], np.int32)), "prompt token 50"),
+    "negative token": (replace(GOOD, tokens=np.asarray([-1], np.int32)), "prompt token -1"),
+    "negative chunk size": (replace(GOOD, chunk_tokens=-1), "chunk_tokens = -1"),
+    "prompt longer than the context": (replace(GOOD, tokens=np.zeros(64, np.int32)), "the context is 64"),
+    "prompt longer than the cache": (replace(GOOD, tokens=np.zeros(50, np.int32)), "whole KV cache holds 48"),
+    "max_tokens beyond the context": (with_sampling(max_tokens=55), "at most 54"),
+    "max_tokens beyond the cache": (with_sampling(max_tokens=40), "raise engine.kv_bytes or lower max_tokens"),
+    "grammar": (replace(GOOD, grammar="root ::= x"), "no grammar support"),
+    "seed that is no number": (replace(GOOD, seed="x"), "seed = 'x'"),  # type: ignore[arg-type]
+    "partial of an unknown index": (replace(GOOD, partials=(partial(index=2),)), "below n = 2"),
+    "two partials of one index": (replace(GOOD, partials=(partial(), partial())), "distinct"),
+    "partial too long": (
+        replace(with_sampling(max_tokens=1), partials=(partial(),)),
+        "2 tokens, more than max_tokens = 1",
+    ),
+    "partial of unequal arrays": (replace(GOOD, partials=(partial(versions=np.zeros(1, np.int32)),)), "differ in length"),
+    "partial beyond the vocabulary": (
+        replace(GOOD, partials=(partial(tokens=np.asarray([1, 99], np.int32)),)),
+        "outside 0 to 49",
+    ),
+    "partial without truncation sets": (replace(with_sampling(top_k=3), partials=(partial(),)), "lacks"),
+    "partial with foreign truncation sets": (
+        replace(
+            with_sampling(top_k=3),
+            partials=(partial(support=Support(offsets=np.asarray([0, 1]), ids=np.asarray([1], np.int32))),),
+        ),
+        "do not fit",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_with_a_reason(case: str) -> None:
+    request, words = REFUSED[case]
+    reason = find_refusal(request, LIMITS)
+    assert reason is not None and words in reason
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        GOOD,
+        with_sampling(temperature=0.0, top_k=5, top_p=1.0),
+        with_sampling(max_tokens=39),  # the last token's KV is never needed: 10 + 39 - 1 fit in 48
+        replace(GOOD, partials=(partial(), partial(index=1))),
+    ],
+)
+def test_what_fits_is_admitted(request_: Request) -> None:
+    assert find_refusal(request_, LIMITS) is None
+
+
+def test_pages_come_from_the_first_setting_given() -> None:
+    sizes = {"page_bytes": 1000, "context_tokens": 100, "free_bytes": 1_000_000}
+    assert plan_num_pages(EngineConfig(num_pages=7, kv_bytes=5000), **sizes) == 7
+    assert plan_num_pages(EngineConfig(kv_bytes=5500, kv_fraction=0.5), **sizes) == 5
+    assert plan_num_pages(EngineConfig(kv_fraction=0.5), **sizes) == 500
+    assert plan_num_pages(EngineConfig(max_running=4), **sizes) == 4 * 7
+    assert plan_num_pages(EngineConfig(max_running=256), **sizes) == 250  # a quarter of what is free
+
+
+def test_config_refuses_a_budget_below_its_rows_and_unknown_keys() -> None:
+    with pytest.raises(ValidationError, match="token_budget = 8 is below max_running = 9"):
+        EngineConfig(token_budget=8, max_running=9)
+    with pytest.raises(ValidationError, match="did you mean 'max_running'"):
+        EngineConfig(max_runing=3)  # type: ignore[call-arg]
