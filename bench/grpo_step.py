@@ -101,7 +101,7 @@ kl_coef = {KL}
 [trainer]
 steps = {steps}
 learning_rate = 1e-6
-tokens_per_chunk = 8192
+tokens_per_chunk = 4096
 [rollout]
 prompts_per_step = {PROMPTS}
 completions_per_prompt = {GROUP}

@@ -99,7 +99,7 @@ def as_toml(value: Any) -> str:
 class Fault:
     """Something that happens to the process at an exact point of its own work."""
 
-    point: Literal["event", "line", "fsync", "rename", "copy"]
+    point: Literal["event", "line", "fsync", "rename", "copy", "burst"]
     number: int = 1  # the how-manieth time the point is passed
     match: str = ""  # event, line: pattern that "kind phase" must begin with; rename, copy: one in the target's path
     action: Literal["kill", "interrupt", "interrupt_group"] = "kill"
@@ -238,6 +238,10 @@ def _arm(fault: Fault) -> None:
     elif fault.point == "rename":
         for name in ("rename", "replace"):
             _before(os, name, lambda _, target: strike(str(target)))
+    elif fault.point == "burst":
+        from gyre.engine.native import NativeEngine
+
+        _before(NativeEngine, "_burst", lambda *_: strike())
     else:
         import shutil
 

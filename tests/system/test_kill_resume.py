@@ -22,12 +22,12 @@ VARIANTS: dict[str, Mapping[str, Any]] = {
     "kl_moving": {"objective.kl_coef": 0.05, "trainer.reference_moving_average": 0.9, "run.dtype": "bfloat16"},
     "ppo": {"objective.kind": "ppo", "trainer.sequences_per_update": 8, "trainer.epochs_per_batch": 2},
     "ppo_bf16": {"objective.kind": "ppo", "objective.kl_coef": 0.05, "run.dtype": "bfloat16"},
-    "dpo": {"objective.kind": "dpo", "objective.online": True},
+    "dpo": {"objective.kind": "dpo", "objective.pairs": "online"},
     "cached_prefixes": {
         "data.system": LONG_SYSTEM,
         "eval.every_steps": 1,
         "snapshot.every_steps": 1,
-        "model.shape.context_tokens": 512,
+        "engine.page_tokens": 2,
     },
     "epochs_end": {"data.num_problems": 24, "data.held_out_fraction": 0.35, "trainer.steps": 7},
     "no_eval": {"eval.num_problems": 0, "rollout.temperature": 0.7, "rollout.top_p": 0.9},
@@ -41,7 +41,7 @@ VARIANTS: dict[str, Mapping[str, Any]] = {
 OFFLINE: dict[str, Mapping[str, Any]] = {
     "sft": {"objective.kind": "sft"},
     "rm": {"objective.kind": "rm"},
-    "dpo_offline": {"objective.kind": "dpo", "objective.online": False},
+    "dpo_offline": {"objective.kind": "dpo", "objective.pairs": "offline"},
 }
 NO_COLD_START = {"cold_start": None}
 

@@ -32,8 +32,11 @@ def test_tensorboard_files_read_back(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     feed(TensorBoardSink(tmp_path / "tensorboard"), tmp_path)
-    seen = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    points = {tag: [(event.step, event.value) for event in seen.Scalars(tag)] for tag in seen.Tags()["scalars"]}
+    points = {}
+    for stage in ("cold_start", "main"):
+        seen = EventAccumulator(str(tmp_path / "tensorboard" / stage)).Reload()
+        for tag in seen.Tags()["scalars"]:
+            points[f"{stage}/{tag}"] = [(event.step, event.value) for event in seen.Scalars(tag)]
     assert points["cold_start/loss"] == [(1, 1.0), (2, 0.5)]
     assert points["main/reward"] == [(1, 0.5)]
     assert points["main/eval/held_out/accuracy"] == [(1, 0.75)]
@@ -44,16 +47,21 @@ def test_tensorboard_forgets_what_a_resume_lives_through_again(tmp_path: Path) -
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     folder = tmp_path / "tensorboard"
-    for attempt, steps in ((1, range(1, 6)), (2, range(4, 8))):
+    for attempt, steps in ((1, range(1, 6)), (2, range(4, 8))):  # the second is resumed from step 3 of main
         log, sink = EventLog(tmp_path / "events.jsonl", attempt=attempt), TensorBoardSink(folder)
         log.subscribe(sink.write)
         if attempt == 2:
-            log.fence(1, 3, step=3)
+            log.fence(1, 3, step=3, stage="main")
+        else:
+            log.emit("step.done", step=600, stage="cold_start", metrics={"loss": 0.5})
         for step in steps:
             log.emit("step.done", step=step, stage="main", metrics={"loss": attempt * 10.0 + step})
         sink.close()
-    events = EventAccumulator(str(folder)).Reload().Scalars("main/loss")
-    assert [event.value for event in events] == [11.0, 12.0, 13.0, 24.0, 25.0, 26.0, 27.0]
+    values = {
+        stage: [event.value for event in EventAccumulator(str(folder / stage)).Reload().Scalars("loss")]
+        for stage in ("cold_start", "main")
+    }
+    assert values == {"cold_start": [0.5], "main": [11.0, 12.0, 13.0, 24.0, 25.0, 26.0, 27.0]}
 
 
 def test_wandb_offline_keeps_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

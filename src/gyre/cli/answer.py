@@ -20,11 +20,11 @@ def answer(body: Callable[[], Mapping[str, Any]], *, as_json: bool) -> None:
         if as_json:
             print(json.dumps({"error": error.as_dict()}))
         raise SystemExit(2) from error
-    except KeyboardInterrupt:
-        print("stopped by Ctrl-C", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        hint = str(stop)  # a command that can go on says how
+        print("stopped by Ctrl-C" + (f"\n hint: {hint}" if hint else ""), file=sys.stderr)
         if as_json:
-            stopped = {"kind": "stopped", "message": "stopped by Ctrl-C", "hint": "gyre train --resume RUN goes on"}
-            print(json.dumps({"error": stopped}))
+            print(json.dumps({"error": {"kind": "stopped", "message": "stopped by Ctrl-C", "hint": hint}}))
         raise SystemExit(130) from None
     if as_json:
         print(json.dumps(result))

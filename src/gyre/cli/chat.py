@@ -12,7 +12,7 @@ from typing import Any
 def run_chat(
     target: Path, prompt: str | None, *, max_tokens: int, temperature: float, seed: int, quiet: bool
 ) -> Mapping[str, Any]:
-    from gyre.wire.commands import chat
+    from gyre.wire.chat import chat
 
     def write(piece: str) -> None:
         if not quiet:

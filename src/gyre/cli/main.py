@@ -75,7 +75,7 @@ def evaluate(
 def chat(
     target: Target,
     prompt: Annotated[str | None, typer.Option(help="Ask this once and leave, instead of a conversation.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Tokens per answer at most.")] = 256,
+    max_tokens: Annotated[int, typer.Option(help="Tokens per answer at most; 0 is all that the context holds.")] = 0,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Decides every draw.")] = 0,
     json: AsJson = False,

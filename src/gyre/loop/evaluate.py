@@ -98,7 +98,7 @@ async def pair_accuracy(trainer: PolicyTrainer, batch: TrainBatch) -> Outcome:
     margins = scored.per_sequence[0::2] - scored.per_sequence[1::2]
     return Outcome(
         metric="pair_accuracy",
-        value=float(np.mean(margins > 0.0)),
+        value=share_preferred(margins),
         n=len(margins),
         detail={"margin": float(np.mean(margins))},
     )
@@ -114,7 +114,7 @@ async def preference_accuracy(trainer: PolicyTrainer, batch: TrainBatch) -> Outc
     margins = np.array(gains[0::2]) - np.array(gains[1::2])
     return Outcome(
         metric="preference_accuracy",
-        value=float(np.mean(margins > 0.0)),
+        value=share_preferred(margins),
         n=len(margins),
         detail={"margin": float(np.mean(margins))},
     )
@@ -127,3 +127,8 @@ async def held_out_loss(trainer: PolicyTrainer, batch: TrainBatch) -> Outcome:
     total = -sum(float(p[m].sum()) for p, m in zip(policy.per_token, masks, strict=True))
     tokens = sum(int(mask.sum()) for mask in masks)
     return Outcome(metric="loss", value=total / max(1, tokens), n=len(masks), detail={})
+
+
+def share_preferred(margins: np.ndarray) -> float:
+    """Share of pairs told apart rightly. A tie counts half, so that a model that knows nothing yet is at 0.5."""
+    return float(np.mean(np.heaviside(margins, 0.5)))

@@ -1,7 +1,7 @@
 """Sinks: curves for the trackers that people know. In: event rows. Out: TensorBoard files, W&B runs.
 
-Both show `step.done` and `eval.done`, under STAGE/METRIC and STAGE/eval/NAME/METRIC. Neither package is imported unless
-it is asked for. Callers: `wire`, which subscribes `sink.write` to the event log and closes the sink at the end.
+Both show `step.done` as METRIC and `eval.done` as eval/NAME/METRIC, each stage by itself. Neither package is imported
+unless it is asked for. Callers: `wire`, which subscribes `sink.write` to the event log and closes the sink at the end.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class StageTracker:
 
 
 class TensorBoardSink:
-    """Writes event files with tensorboard's own writer, so that torch is not needed."""
+    """Writes event files with tensorboard's own writer, so that torch is not needed. Each stage has a folder, since
+    steps of stages count from the start again and a resume makes TensorBoard forget all later steps of a folder."""
 
     def __init__(self, folder: Path | str):
         try:
@@ -61,27 +62,35 @@ class TensorBoardSink:
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
         except ImportError as error:
             raise missing_package("tensorboard", "observe.tensorboard = true") from error
-        self._event, self._summary, self._log = event_pb2.Event, summary_pb2.Summary, event_pb2.SessionLog
-        self._writer = EventFileWriter(str(folder))
+        self._events: Any = event_pb2  # its classes are made at run time
+        self._summaries: Any = summary_pb2
+        self._open = EventFileWriter
+        self._folder = Path(folder)
+        self._writers: dict[str, Any] = {}
         self._stages = StageTracker()
-        self._closed = False
 
     def write(self, row: Mapping[str, Any]) -> None:
         stage = self._stages.stage(row)
-        if row["kind"] == "attempt.started" and isinstance(row.get("step"), int):
-            start = self._log(status=self._log.START)  # makes TensorBoard forget this step and later ones
-            self._writer.add_event(self._event(wall_time=row["t"], step=row["step"] + 1, session_log=start))
-        values = [
-            self._summary.Value(tag=f"{stage}/{name}", simple_value=value) for name, value in scalars(row).items()
-        ]
+        if row["kind"] == "attempt.started" and row.get("stage") and isinstance(row.get("step"), int):
+            start = self._events.SessionLog(status=self._events.SessionLog.START)
+            self._writer(stage).add_event(
+                self._events.Event(wall_time=row["t"], step=row["step"] + 1, session_log=start)
+            )
+        values = [self._summaries.Summary.Value(tag=name, simple_value=value) for name, value in scalars(row).items()]
         if values:
-            summary = self._summary(value=values)
-            self._writer.add_event(self._event(wall_time=row["t"], step=int(row.get("step") or 0), summary=summary))
+            summary = self._summaries.Summary(value=values)
+            step = int(row.get("step") or 0)
+            self._writer(stage).add_event(self._events.Event(wall_time=row["t"], step=step, summary=summary))
 
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._writer.close()
+        for writer in self._writers.values():
+            writer.close()
+        self._writers.clear()
+
+    def _writer(self, stage: str) -> Any:
+        if stage not in self._writers:
+            self._writers[stage] = self._open(str(self._folder / stage))
+        return self._writers[stage]
 
 
 class WandbSink:

@@ -51,7 +51,7 @@ def check_reward_function(
         _hear(process, request, _IMPORT_S, fn, "while it was imported")
         for item in items:
             case = f"on the completion {_short(item.text)} of the task {_short(item.task)}"
-            body = encode_item(item)
+            body = _encode(item, case)
             verdict = _hear(process, len(body).to_bytes(4, "little") + body, limit_s, fn, case)
             if verdict.outcome != "ok":
                 raise InputError(f"reward function {fn!r}: {verdict.reason}, {case}", hint=_HINT)
@@ -70,6 +70,13 @@ def _item(rollout: Rollout, text: str) -> Item:
         finish=rollout.finish,
         num_tokens=num_tokens,
     )
+
+
+def _encode(item: Item, case: str) -> bytes:
+    try:
+        return encode_item(item)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"a reward's sample is no plain data: {error}, {case}", hint="keep tasks JSON-able") from error
 
 
 def _hear(process: subprocess.Popen[bytes], request: bytes, limit_s: float, fn: str, case: str) -> Verdict:

@@ -46,7 +46,6 @@ class Call:
     tickets: list[Ticket]
     left: int
     done: asyncio.Event = field(default_factory=asyncio.Event)
-    fault: DeadlineError | None = None  # why there will be no verdicts
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -90,6 +89,7 @@ class Pool:
         self._names = 0
         self._false_starts = 0  # processes that ended before they were ready, one after the other
         self._closed = False
+        self._fault: DeadlineError | None = None  # why there will be no verdicts any more
         self._loop: asyncio.AbstractEventLoop | None = None
         self._nursery = Nursery(self._libraries)
 
@@ -98,6 +98,8 @@ class Pool:
     async def run(self, tickets: list[Ticket], *, deadline_s: float) -> None:
         """Return when every ticket has a verdict; after the deadline the missing ones have "timeout"."""
         self._attach()
+        if self._fault is not None:
+            raise self._fault
         call = Call(tickets=tickets, left=len(tickets))
         self._calls.append(call)
         self._waiting.extend(self._cut(call))
@@ -111,8 +113,8 @@ class Pool:
             raise
         finally:
             self._calls.remove(call)
-        if call.fault is not None:
-            raise call.fault
+        if self._fault is not None:
+            raise self._fault
 
     def _cut(self, call: Call) -> list[Batch]:
         """Code checks one by one, since each waits for processes of its own; the others in batches."""
@@ -282,11 +284,11 @@ class Pool:
         for worker in list(self._workers.values()):
             self._forget(worker)
         self._waiting.clear()
+        self._fault = DeadlineError(
+            f"the reward workers did not start in {self._false_starts} tries; the last one ended with {how}",
+            hint="what they said is on stderr; they need the packages of this environment",
+        )
         for call in self._calls:
-            call.fault = DeadlineError(
-                f"the reward workers did not start in {self._false_starts} tries; the last one ended with {how}",
-                hint="what they said is on stderr; `python -m gyre.rewards.worker` needs the packages of this environment",
-            )
             call.done.set()
         return True
 

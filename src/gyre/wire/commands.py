@@ -8,19 +8,13 @@ from __future__ import annotations
 import asyncio
 import json
 import tempfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from gyre.core.errors import InputError
-from gyre.core.records import Request, Sampling
-from gyre.core.seeds import derive_seed
 from gyre.data.sources import load_prompts
 from gyre.loop.evaluate import Outcome
 from gyre.planner.explain import explain
 from gyre.runconfig import load_run_config
-from gyre.text.detokenise import Detokeniser
-from gyre.text.render import render_prompt
 from gyre.wire.folders import find_model, make_run_folder, read_overrides
 from gyre.wire.make import (
     Emit,
@@ -51,6 +45,8 @@ def train(
     run = Run(config, folder, stage=(folder / "stage.txt").read_text().strip(), plain=plain)
     try:
         return asyncio.run(run.go())
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"go on with: gyre train --resume {folder}") from None
     finally:
         run.close()
 
@@ -79,47 +75,6 @@ def evaluate(target: Path, config_path: Path | None, overrides: list[str], *, nu
     outcome = asyncio.run(go())
     machine.compute.shutdown()
     return {"metric": outcome.metric, "value": outcome.value, "n": outcome.n, "detail": outcome.detail}
-
-
-def chat(
-    target: Path, turns: Iterator[str], write: Callable[[str], None], *, max_tokens: int, temperature: float, seed: int
-) -> dict[str, Any]:
-    """Answer each turn; a conversation goes on until "/new"."""
-    model, config = find_model(target, None, [])
-    machine = make_machine(config)
-    policy = load_policy(model, machine)
-    emit: Emit = lambda kind, **fields: None  # noqa: E731  a chat keeps no log
-    sampling = Sampling(max_tokens=max_tokens, temperature=temperature)
-    answers: list[str] = []
-
-    async def go() -> None:
-        engine = make_engine(config.engine, policy, machine, emit)
-        await engine.start(dummy=False)
-        messages: list[dict[str, str]] = []
-        for number, turn in enumerate(turns):
-            if turn.strip() == "/new":
-                messages = []
-                continue
-            messages.append({"role": "user", "content": turn})
-            tokens, _ = render_prompt(
-                policy.tokenizer, messages, template=config.data.template, system=config.data.system
-            )
-            request = Request(request_id=str(number), tokens=tokens, sampling=sampling, seed=derive_seed(seed, number))
-            words, pieces = Detokeniser(policy.tokenizer, skip_special=True), []
-            async for chunk in engine.submit(request):
-                if chunk.finish == "refused":
-                    raise InputError(f"the model cannot answer: {chunk.reason}", hint="ask something shorter, or /new")
-                pieces.append(words.push(chunk.tokens))
-                write(pieces[-1])
-            pieces.append(words.flush())
-            write(pieces[-1] + "\n")
-            answers.append("".join(pieces))
-            messages.append({"role": "assistant", "content": answers[-1]})
-        await engine.terminate()
-
-    asyncio.run(go())
-    machine.compute.shutdown()
-    return {"answers": answers}
 
 
 def plan(config_path: Path, overrides: list[str]) -> dict[str, Any]:

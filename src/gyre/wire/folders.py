@@ -6,6 +6,7 @@ Callers: wire.commands.
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -15,16 +16,20 @@ from gyre.runconfig import RunConfig, load_run_config
 
 
 def make_run_folder(config: RunConfig, config_path: Path, overrides: list[str], stage: str) -> Path:
-    """runs/NAME, or NAME-2, …; holds the config as given and what the command line changed."""
+    """runs/NAME, or NAME-2, …; holds the config as given and what the command line changed. It is there whole, or not
+    at all."""
     base = Path(config.run.folder) / config.run.name
+    aside = base.with_name(f".{base.name}.{os.getpid()}")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    shutil.copyfile(config_path, aside / "config.toml")
+    (aside / "overrides.txt").write_text("".join(f"{line}\n" for line in overrides), encoding="utf-8")
+    (aside / "stage.txt").write_text(stage, encoding="utf-8")
     folder, number = base, 1
     while folder.exists():
         number += 1
         folder = base.with_name(f"{base.name}-{number}")
-    folder.mkdir(parents=True)
-    shutil.copyfile(config_path, folder / "config.toml")
-    (folder / "overrides.txt").write_text("".join(f"{line}\n" for line in overrides), encoding="utf-8")
-    (folder / "stage.txt").write_text(stage, encoding="utf-8")
+    aside.rename(folder)
     return folder
 
 

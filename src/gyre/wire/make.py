@@ -5,6 +5,7 @@ With wire.stage, the only place that names concrete classes. Callers: wire.run, 
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -92,7 +93,10 @@ def make_tokenizer(config: RunConfig, kept: Path, emit: Emit) -> Tokenizer:
         data = config.cold_start_data or config.data
         texts = tokenizer_texts(data, num_texts=config.tokenizer.num_texts, emit=emit)
         tokenizer = train_tokenizer(texts, vocab_size=config.tokenizer.vocab_size, min_share=config.tokenizer.min_share)
-    tokenizer.save(kept)
+    aside = kept.with_name(f".{kept.name}.partial")
+    shutil.rmtree(aside, ignore_errors=True)
+    tokenizer.save(aside)
+    aside.rename(kept)  # whole or not there: a run killed here can go on
     return tokenizer
 
 

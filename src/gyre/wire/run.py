@@ -18,7 +18,7 @@ from gyre.loop.resume import Progress, from_snapshot
 from gyre.models.export import export_hub
 from gyre.models.heads import ScalarHead
 from gyre.models.load import verify_export
-from gyre.observe.events import EventLog, next_attempt
+from gyre.observe.events import EventLog, next_attempt, read_events
 from gyre.observe.hardware import describe_hardware
 from gyre.observe.live import make_progress
 from gyre.observe.report import write_report
@@ -40,7 +40,7 @@ class Run:
         self._events = EventLog(folder / "events.jsonl", attempt=next_attempt(folder / "events.jsonl"))
         self._samples = SampleLog(folder / "samples.jsonl", self._events)
         self._emit = self._events.emit
-        self._progress = make_progress(plain=plain)
+        self._progress = make_progress(plain=plain, history=read_events(folder / "events.jsonl"))
         self._events.subscribe(self._progress)
         self._sinks = make_sinks(config, folder, self._events)
         self._spans = Spans(self._emit)
@@ -131,11 +131,18 @@ class Run:
         return progress, version
 
     def _plan(self, stage: Stage, policy: Policy, data: StageData) -> Plan:
-        """Decide, and write down what was decided."""
+        """Decide, and write down what was decided. A resumed run keeps its number of KV pages, however much memory is
+        free now: with fewer of them completions are preempted, which shows in the last bits of what they sample."""
+        path = self._folder / ("plan.json" if stage.name == MAIN else f"plan.{stage.name}.json")
+        config = self._config
+        if path.is_file():
+            pages = Plan.from_json(path.read_text(encoding="utf-8")).kv_pages
+            config = config.model_copy(update={"engine": config.engine.model_copy(update={"num_pages": pages})})
         dtype = dtype_name(self._machine)
-        plan = plan_run(self._config, stage, policy.spec, data, dtype=dtype, folder=self._folder)
-        name = "plan.json" if stage.name == MAIN else f"plan.{stage.name}.json"
-        (self._folder / name).write_text(plan.to_json(), encoding="utf-8")
+        plan = plan_run(config, stage, policy.spec, data, dtype=dtype, folder=self._folder)
+        aside = path.with_suffix(".partial")
+        aside.write_text(plan.to_json(), encoding="utf-8")
+        aside.replace(path)
         self._emit(
             "plan.made", stage=stage.name, residency=plan.residency, kv_pages=plan.kv_pages, notes=list(plan.notes)
         )

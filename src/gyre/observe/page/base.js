@@ -198,4 +198,3 @@ function section(id, title, lead, ...controls) {
 }
 
 const note = (text) => el("p", { class: "note" }, text);
-const hint = (text) => el("p", { class: "sr" }, text);

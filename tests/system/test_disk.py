@@ -1,0 +1,134 @@
+"""Disks that fill up and bytes that flip: a clear error, the snapshot before it whole, and going on afterwards."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from system_runs import Answer, Fault, Story, events_of, gyre, read_story, write_config
+
+from gyre.trainer.snapshot import find_faults
+
+EVERY_STEP = {"snapshot.every_steps": 1}
+AFTER_STEP_2 = Fault(point="event", match="phase.started rollout", number=3)  # of the main stage
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Story:
+    folder = tmp_path_factory.mktemp("whole")
+    answer = gyre("train", write_config(folder, EVERY_STEP), "--plain", folder=folder)
+    assert answer.code == 0, answer.err
+    return read_story(folder / "runs" / "tiny")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 3 MiB."""
+    mount = tmp_path / "small"
+    mount.mkdir()
+    try:
+        made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", mount], capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("there is no mount command")
+    if made.returncode:
+        pytest.skip(f"cannot mount a small file system here: {made.stderr.decode().strip()}")
+    yield mount
+    subprocess.run(["umount", "-l", mount], check=True)
+
+
+def snapshots_of(run: Path) -> list[Path]:
+    return sorted((run / "snapshots" / "main").glob("step-*"))
+
+
+def begin(folder: Path) -> Path:
+    """A run that was killed with snapshots of steps 1 and 2 on disk."""
+    answer = gyre("train", write_config(folder, EVERY_STEP), "--plain", folder=folder, fault=AFTER_STEP_2)
+    assert answer.code == -9, answer.err
+    run = folder / "runs" / "tiny"
+    assert [path.name for path in snapshots_of(run)] == ["step-00000001", "step-00000002"]
+    return run
+
+
+def go_on(run: Path, folder: Path, *argv: str, file_bytes: int = 0) -> Answer:
+    return gyre("train", "--resume", run, "--plain", *argv, folder=folder, file_bytes=file_bytes)
+
+
+def check_refusal(answer: Answer, run: Path) -> None:
+    assert answer.code == 2, answer.err
+    assert not answer.left_behind
+    assert "Traceback" not in answer.err, answer.err
+    error = answer.json["error"]
+    assert error["kind"] == "snapshot"
+    assert "free space" in error["hint"]
+    assert [path.name for path in snapshots_of(run)] == ["step-00000001", "step-00000002"]
+    assert all(find_faults(path) == [] for path in snapshots_of(run))
+    assert not list(run.rglob("writing-*"))
+
+
+def test_disk_fills_during_a_snapshot(small_disk: Path, whole: Story) -> None:
+    run = begin(small_disk)
+    filler = small_disk / "filler"
+    state = os.statvfs(small_disk)
+    filler.write_bytes(b"\0" * (state.f_bavail * state.f_frsize - 120_000))
+    answer = go_on(run, small_disk, "--json")
+    check_refusal(answer, run)
+    assert "snapshot of step 3 could not be written" in answer.err and "No space left" in answer.err
+    filler.unlink()
+    again = go_on(run, small_disk)
+    assert again.code == 0, again.err
+    assert read_story(run) == whole
+
+
+def test_disk_is_full_to_the_last_byte(small_disk: Path, whole: Story) -> None:
+    """Not even an event can be written any more."""
+    run = begin(small_disk)
+    filler = small_disk / "filler"
+    state = os.statvfs(small_disk)
+    filler.write_bytes(b"\0" * (state.f_bavail * state.f_frsize - 8192))  # for the log files of this test
+    answer = go_on(run, small_disk, "--json")
+    filler.unlink()
+    check_refusal(answer, run)
+    again = go_on(run, small_disk)
+    assert again.code == 0, again.err
+    assert read_story(run) == whole
+
+
+def test_a_file_may_grow_no_further(tmp_path: Path, whole: Story) -> None:
+    run = begin(tmp_path)
+    answer = go_on(run, tmp_path, "--json", file_bytes=200_000)
+    check_refusal(answer, run)
+    assert "File too large" in answer.err
+    again = go_on(run, tmp_path)
+    assert again.code == 0, again.err
+    assert read_story(run) == whole
+
+
+def flip_a_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["tensors.safetensors", "state.json", "blobs/in_flight.msgpack", "manifest.json"])
+def test_a_damaged_snapshot_is_passed_over(tmp_path: Path, whole: Story, name: str) -> None:
+    run = begin(tmp_path)
+    flip_a_byte(snapshots_of(run)[-1] / name)
+    answer = go_on(run, tmp_path)
+    assert answer.code == 0, answer.err
+    skipped = events_of(run, "snapshot.skipped")
+    assert [row["path"] for row in skipped] == ["step-00000002"] and name.split("/")[0] in skipped[0]["reason"]
+    assert read_story(run) == whole
+
+
+@pytest.mark.slow
+def test_without_a_whole_snapshot_it_goes_back_to_the_stage_before(tmp_path: Path, whole: Story) -> None:
+    run = begin(tmp_path)
+    for snapshot in snapshots_of(run):
+        (snapshot / "state.json").unlink()
+    answer = go_on(run, tmp_path)
+    assert answer.code == 0, answer.err
+    assert len(events_of(run, "snapshot.skipped")) == 2
+    assert read_story(run) == whole

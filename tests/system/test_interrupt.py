@@ -1,0 +1,114 @@
+"""Ctrl-C at any time: exit 130, one sentence that says how to go on, nothing left running, and going on works."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from system_runs import Command, Fault, Story, gyre, processes_with, read_story, write_config
+
+MOMENTS = {
+    "at the start": Fault(point="event", match="run.started", action="interrupt"),
+    "cold start": Fault(point="event", match="phase.started train", number=2, action="interrupt"),
+    "rollout": Fault(point="event", match="phase.started rollout", number=3, action="interrupt_group"),
+    "score": Fault(point="event", match="phase.started score", number=1, action="interrupt"),
+    "train": Fault(point="event", match="phase.started train", number=7, action="interrupt_group"),
+    "handover": Fault(point="event", match="engine.committed", number=2, action="interrupt"),
+    "evaluate": Fault(point="event", match="phase.started evaluate", number=3, action="interrupt_group"),
+    "snapshot": Fault(point="fsync", number=10, action="interrupt"),
+    "stages": Fault(point="event", match="stage.done", number=1, action="interrupt"),
+    "export": Fault(point="event", match="phase.started export", number=1, action="interrupt"),
+}
+QUICK = ("rollout", "train", "snapshot")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Story:
+    folder = tmp_path_factory.mktemp("whole")
+    answer = gyre("train", write_config(folder), "--plain", folder=folder)
+    assert answer.code == 0, answer.err
+    return read_story(folder / "runs" / "tiny")
+
+
+@pytest.mark.parametrize("moment", QUICK)
+def test_stops_and_goes_on(tmp_path: Path, whole: Story, moment: str) -> None:
+    stop_and_go_on(tmp_path, whole, moment)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", [moment for moment in MOMENTS if moment not in QUICK])
+def test_stops_and_goes_on_elsewhere(tmp_path: Path, whole: Story, moment: str) -> None:
+    stop_and_go_on(tmp_path, whole, moment)
+
+
+def stop_and_go_on(folder: Path, whole: Story, moment: str) -> None:
+    stopped = gyre("train", write_config(folder), "--plain", "--json", folder=folder, fault=MOMENTS[moment])
+    run = folder / "runs" / "tiny"
+    assert stopped.code == 130, stopped.err
+    assert not stopped.left_behind
+    assert f"gyre train --resume {run}" in stopped.err
+    assert "Traceback" not in stopped.err, stopped.err
+    error = stopped.json["error"]
+    assert error["kind"] == "stopped" and str(run) in error["hint"]
+    assert not list(run.rglob("writing-*")), "a snapshot that was being written is gone"
+    resumed = gyre("train", "--resume", run, "--plain", folder=folder)
+    assert resumed.code == 0, resumed.err
+    assert not resumed.left_behind
+    assert read_story(run) == whole
+
+
+def test_two_signals_at_once(tmp_path: Path) -> None:
+    """A second Ctrl-C while the first is being obeyed still ends everything."""
+    command = Command("train", write_config(tmp_path, {"trainer.steps": 500}), "--plain", folder=tmp_path)
+    events = tmp_path / "runs" / "tiny" / "events.jsonl"
+    while not (events.exists() and b"phase.started" in events.read_bytes() and b'"main"' in events.read_bytes()):
+        assert command.process.exitcode is None
+        time.sleep(0.02)
+    time.sleep(0.5)
+    command.kill(signal.SIGINT)
+    time.sleep(0.02)
+    command.kill(signal.SIGINT)
+    answer = command.wait()
+    assert answer.code == 130, (answer.code, answer.err)
+    assert not answer.left_behind
+
+
+@pytest.mark.parametrize("argv", [["chat"], ["eval", "--json"]])
+def test_other_commands_stop_too(tmp_path: Path, argv: list[str]) -> None:
+    gyre("train", write_config(tmp_path, {"eval.num_problems": 0}), "--plain", folder=tmp_path)
+    if argv[0] == "chat":
+        argv = [*argv, "--prompt", "What is 1 + 1?", "--max-tokens", "100"]
+    answer = gyre(
+        argv[0],
+        tmp_path / "runs" / "tiny",
+        *argv[1:],
+        folder=tmp_path,
+        fault=Fault(point="burst", number=2, action="interrupt"),
+    )
+    assert answer.code == 130, (answer.code, answer.err)
+    assert "Traceback" not in answer.err, answer.err
+    assert not answer.left_behind
+
+
+def test_while_it_is_loading(tmp_path: Path) -> None:
+    """The real command from a shell, stopped while torch is being imported."""
+    mark = f"loading-{os.getpid()}-{time.monotonic_ns()}"
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from gyre.cli.main import main; main()", "train", write_config(tmp_path), "--json"],
+        cwd=tmp_path, env={**os.environ, "GYRE_SYSTEM_TEST": mark, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    while b"libtorch" not in Path(f"/proc/{process.pid}/maps").read_bytes():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err.decode()
+    assert json.loads(out)["error"]["kind"] == "stopped"
+    assert not processes_with(mark, gone_within_s=20.0)
