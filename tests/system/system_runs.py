@@ -86,7 +86,7 @@ def write_config(folder: Path, sets: Mapping[str, Any] | None = None, *, base: M
 
 def as_toml(value: Any) -> str:
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{name} = {as_toml(item)}" for name, item in value.items()) + " }"
+        return "{ " + ", ".join(f"{json.dumps(name)} = {as_toml(item)}" for name, item in value.items()) + " }"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(as_toml(item) for item in value) + "]"
     return json.dumps(value)

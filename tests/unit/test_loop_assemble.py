@@ -79,7 +79,9 @@ def test_passes_go_to_the_rollout_that_they_are_of():
 def test_kl_in_the_reward_is_reported_per_token():
     groups = [group("a", [0.0, 1.0], [1, 3])]
     bare = bare_batch(groups, step=1)
-    reference = Evaluation(which="reference", per_token=tuple(np.full(len(s.tokens), -1.5, np.float32) for s in bare.sequences))
+    reference = Evaluation(
+        which="reference", per_token=tuple(np.full(len(s.tokens), -1.5, np.float32) for s in bare.sequences)
+    )
     config = GrpoConfig(variant="reinforce_pp", kl_coef=0.1)
     made = assemble(config, groups, Passes(reference=reference), step=1)
     assert made.metrics["kl_reference"] == pytest.approx(0.5)  # k1: −1.0 − (−1.5) at each of the four tokens

@@ -57,9 +57,7 @@ class Offline:
             trainer=self.trainer,
             gate=self.gate,
             snapshots=self.shelf,
-            observers=Observers(
-                events=self.events, samples=self.samples, spans=Spans(emit), sample_groups_per_step=0
-            ),
+            observers=Observers(events=self.events, samples=self.samples, spans=Spans(emit), sample_groups_per_step=0),
             text=TOKENIZER,
             engine=self.engine,
             lifecycle=self.engine,
@@ -84,7 +82,9 @@ class Offline:
         return [row for row in read_events(self.log) if row["kind"] == kind]
 
     def steps(self) -> list[tuple]:
-        return [(row["step"], row["version"], row["num_tokens"], row["metrics"]["loss"]) for row in self.rows("step.done")]
+        return [
+            (row["step"], row["version"], row["num_tokens"], row["metrics"]["loss"]) for row in self.rows("step.done")
+        ]
 
 
 def test_data_feeds_the_trainer_step_by_step(tmp_path):

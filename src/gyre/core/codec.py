@@ -4,6 +4,7 @@ built of them). Out: versioned MessagePack with raw array buffers; never pickle.
 
 from __future__ import annotations
 
+import re
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -32,7 +33,7 @@ def decode(data: bytes, kind: type[T]) -> T:
     name = getattr(kind, "__name__", str(kind))
     try:
         record = cast(T, msgspec.msgpack.decode(data[4:], type=kind, dec_hook=_to_array))
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise SnapshotError(f"record bytes are no {name}: {error}", hint="use an earlier snapshot") from error
     # Decoding skips fields that a record lacks and fills in defaults; what comes back must be all that was written.
     if encode(record) != data:
@@ -55,4 +56,6 @@ def _from_array(value: Any) -> Any:
 def _to_array(kind: type, value: Any) -> Any:
     assert kind is np.ndarray, kind
     dtype, shape, data = value
+    if not re.fullmatch(r"[<>|][biuf]\d+", dtype):
+        raise ValueError(f"{dtype!r} is no type of numbers")  # msgspec makes it a DecodeError
     return np.frombuffer(data, dtype=np.dtype(dtype)).reshape(shape).copy()

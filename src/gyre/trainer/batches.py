@@ -89,7 +89,8 @@ class Planner:
         return self._chunks(sequences, atoms, pairwise=False, vocab_size=vocab_size)[0]
 
     def _fresh(self, sequences: Sequence[TrainSequence], seed: int) -> EpochPlan:
-        pairwise = is_pairwise(self._objective)
+        # Online DPO asks for reference log-probs of whole groups, before any of it is paired.
+        pairwise = is_pairwise(self._objective) and any(sequence.pair_id >= 0 for sequence in sequences)
         targets = [int(target_mask(sequence).sum()) for sequence in sequences]
         atoms = make_atoms(
             [len(sequence.tokens) for sequence in sequences],

@@ -173,11 +173,6 @@ class NativeTrainer:
         """What an export holds: the actor, with its scalar head under objective rm."""
         return self._models.actor.decoder, self._models.actor.head
 
-    @property
-    def head(self) -> ScalarHead | None:
-        """The scalar head of the model that is trained: a reward model's, otherwise None."""
-        return self._models.actor.head
-
     def step_now(self, batch: TrainBatch) -> StepReport:
         """The body of `step`."""
         self._tenancy.need("actor.", "critic.")
