@@ -1,4 +1,4 @@
-"""Small checkpoints in hub layout, as transformers saves them, with a tokenizer and GSM8K-shaped data beside them."""
+"""Small checkpoints in hub layout, as transformers saves them, with tokenizers of their kind, and GSM8K-shaped data."""
 
 from __future__ import annotations
 
@@ -9,19 +9,26 @@ from typing import Literal
 
 Family = Literal["llama", "qwen2", "qwen3"]
 
+LLAMA_CHAT = (
+    "{{- bos_token }}{%- for m in messages %}"
+    "{{- '<|start_header_id|>' + m['role'] + '<|end_header_id|>\\n\\n' + m['content'] | trim + '<|eot_id|>' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"
+)
+QWEN_CHAT = (
+    "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+
 
 def save_checkpoint(folder: Path, family: Family, *, context_tokens: int = 256) -> Path:
-    """A random model of this family, written by transformers, with a tokenizer of ours."""
+    """A random model of this family, written by transformers."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-    from gyre.text.tokenizer import train_tokenizer
-
-    texts = [f"{row['question']}\n{row['answer']}" for row in gsm8k_rows(60)]
-    tokenizer = train_tokenizer(texts, vocab_size=400)
-    tokenizer.save(folder)
+    vocab_size, eos_id = save_tokenizer(folder, family)
     numbers = {
-        "vocab_size": tokenizer.vocab_size + 8,  # hub models pad their vocabulary
+        "vocab_size": vocab_size + 8,  # hub models pad their vocabulary
         "hidden_size": 32,
         "intermediate_size": 64,
         "num_hidden_layers": 2,
@@ -29,9 +36,8 @@ def save_checkpoint(folder: Path, family: Family, *, context_tokens: int = 256) 
         "num_key_value_heads": 2,
         "max_position_embeddings": context_tokens,
         "tie_word_embeddings": family != "llama",
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_ids[0],
-        "pad_token_id": tokenizer.pad_id,
+        "eos_token_id": eos_id,
+        "initializer_range": 0.3,  # so that a random model prefers something
     }
     torch.manual_seed(5)
     if family == "llama":
@@ -42,6 +48,34 @@ def save_checkpoint(folder: Path, family: Family, *, context_tokens: int = 256) 
         model = Qwen3ForCausalLM(Qwen3Config(**numbers, head_dim=16))
     model.save_pretrained(folder)
     return folder
+
+
+def save_tokenizer(folder: Path, family: Family) -> tuple[int, int]:
+    """Byte-level BPE of this family's kind, trained on the data below. Returns its size and its end token."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
+
+    pattern = Qwen2Tokenizer()._tokenizer  # what the class puts before BPE, and what it will put there again on loading
+    backend = Tokenizer(models.BPE())
+    backend.normalizer, backend.pre_tokenizer = pattern.normalizer, pattern.pre_tokenizer
+    backend.decoder = decoders.ByteLevel()
+    texts = [f"{row['question']}\n{row['answer']}" for row in gsm8k_rows(60)]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, show_progress=False)
+    backend.train_from_iterator(texts, trainer)
+    llama = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+    specials = llama if family == "llama" else ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in specials])
+    names = {"eos_token": specials[-1], "pad_token": specials[1 if family == "llama" else 0]}
+    if family == "llama":
+        names["bos_token"] = specials[0]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **names)
+    tokenizer.chat_template = LLAMA_CHAT if family == "llama" else QWEN_CHAT
+    tokenizer.save_pretrained(folder)
+    if family != "llama":
+        path = folder / "tokenizer_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "tokenizer_class": "Qwen2Tokenizer"}))
+    return len(tokenizer), tokenizer.eos_token_id
 
 
 def gsm8k_rows(number: int) -> list[dict[str, str]]:

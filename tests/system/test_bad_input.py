@@ -4,6 +4,7 @@ A reward that breaks later costs labelled scores and nothing else."""
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,13 @@ def refused(folder: Path, sets: Mapping[str, Any], *, kind: str, words: tuple[st
 
 def with_model(path: Path | str) -> dict[str, Any]:
     return {"model": {"path": str(path)}, "cold_start": None}
+
+
+def wait_for(run: Path, text: bytes, command: Command) -> None:
+    """Return when the run's log holds this text."""
+    while not (run / "events.jsonl").exists() or text not in (run / "events.jsonl").read_bytes():
+        assert command.process.exitcode is None, command.wait()
+        time.sleep(0.02)
 
 
 # ---- models
@@ -163,8 +171,7 @@ def test_resume_while_it_still_runs(tmp_path: Path) -> None:
     first = Command("train", write_config(tmp_path, {"trainer.steps": 2000}), "--plain", folder=tmp_path)
     run = tmp_path / "runs" / "tiny"
     try:
-        while not (run / "events.jsonl").exists() or b"step.done" not in (run / "events.jsonl").read_bytes():
-            assert first.process.exitcode is None
+        wait_for(run, b'"step.done"', first)
         second = gyre("train", "--resume", run, "--json", folder=tmp_path)
         assert second.code == 2, second.err
         assert "still running" in second.json["error"]["message"], second.json
@@ -203,10 +210,7 @@ def test_reward_that_starts_failing_costs_labelled_scores(tmp_path: Path) -> Non
     sets = {**with_reward("fails_later", options={"flag": str(flag)}), "cold_start": None, "eval.num_problems": 0}
     command = Command("train", write_config(tmp_path, {**sets, "trainer.steps": 6}), "--plain", folder=tmp_path)
     run = tmp_path / "runs" / "tiny"
-    while command.process.exitcode is None and not (run / "plan.json").exists():
-        pass
-    while command.process.exitcode is None and b'"weights.published"' not in (run / "events.jsonl").read_bytes():
-        pass
+    wait_for(run, b'"weights.published"', command)
     flag.touch()
     answer = command.wait()
     assert answer.code == 0, answer.err

@@ -203,12 +203,12 @@ def test_the_overlap_account_is_about_scoring_time(tmp_path):
     for row in slow.rows("reward.window"):
         assert 0.0 < row["hidden_s"] <= row["rule_s"]
         assert row["rollout_s"] + row["reference_s"] == pytest.approx(row["hidden_s"])
-        assert 0.025 <= row["rule_s"]
-    late = {f"1.{place}.{sample}": 0.1 for place in range(4) for sample in range(4)}
+        assert row["rule_s"] >= 0.025
+    late = {f"1.{place}.{sample}": 0.3 for place in range(4) for sample in range(4)}
     exposed = Bench(tmp_path / "exposed", steps=1, delays_s=late)  # no pass that could hide them after the rollouts
     turn(exposed)
     (row,) = exposed.rows("reward.window")
-    assert row["hidden_s"] < 0.5 * row["rule_s"] and row["reference_s"] < 0.05
+    assert row["hidden_s"] < row["rule_s"] and row["rule_s"] >= 0.25
 
 
 def test_seeds_decide_everything(tmp_path):

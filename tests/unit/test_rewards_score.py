@@ -187,6 +187,8 @@ def test_the_nursery_s_death_costs_nothing():
         scorer = RuleScorer(config, emit=events.emit, clock=time.monotonic)
         await scorer.score([rollout(0, "fine", {})], deadline_s=60.0)
         os.kill(scorer._pool._nursery._process.pid, 9)
+        while not events:
+            await asyncio.sleep(0.005)
         scores = await scorer.score([rollout(n, "fine", {}) for n in range(6)], deadline_s=60.0)
         await scorer.close()
         return scores

@@ -23,7 +23,7 @@ def run_train(
     quiet: bool,
 ) -> Mapping[str, Any]:
     if stage not in STAGES:
-        raise ConfigError(f"--stage {stage}: accepted are {', '.join(STAGES)}")
+        raise ConfigError(f"--stage {stage}: accepted are {', '.join(STAGES)}", hint="leave it out to run them all")
     if (config is None) == (resume is None):
         raise ConfigError(
             "gyre train needs a config, or --resume RUN, and not both", hint="gyre train configs/arith_grpo_cpu.toml"

@@ -6,6 +6,7 @@ Callers: wire.commands.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import tempfile
@@ -31,6 +32,23 @@ def make_run_folder(config: RunConfig, config_path: Path, overrides: list[str], 
         folder = base.with_name(f"{base.name}-{number}")
     aside.rename(folder)
     return folder
+
+
+def hold(folder: Path) -> int | None:
+    """Keep other processes from writing this run, until the handle is closed or the process ends. None where the file
+    system knows no locks."""
+    handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(handle)
+        raise SnapshotError(
+            f"{folder} is still running, in another process", hint="wait until it ends, or stop it with Ctrl-C first"
+        ) from error
+    except OSError:
+        os.close(handle)
+        return None
+    return handle
 
 
 def read_overrides(folder: Path) -> list[str]:

@@ -6,6 +6,7 @@ Caller: wire.commands.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from gyre.observe.spans import Spans
 from gyre.planner.plan import Plan
 from gyre.runconfig import RunConfig
 from gyre.trainer.snapshot import SnapshotStore
+from gyre.wire.folders import hold
 from gyre.wire.make import Policy, dtype_name, make_machine, make_policy, make_sinks, make_tokenizer
 from gyre.wire.stage import Built
 from gyre.wire.stages import MAIN, Stage, StageData, load_stage_data, plan_run, plan_stages
@@ -37,6 +39,7 @@ class Run:
 
     def __init__(self, config: RunConfig, folder: Path, *, stage: str, plain: bool) -> None:
         self._config, self._folder, self._stage = config, folder, stage
+        self._lock = hold(folder)
         self._events = EventLog(folder / "events.jsonl", attempt=next_attempt(folder / "events.jsonl"))
         self._samples = SampleLog(folder / "samples.jsonl", self._events)
         self._emit = self._events.emit
@@ -44,6 +47,8 @@ class Run:
         self._events.subscribe(self._progress)
         self._sinks = make_sinks(config, folder, self._events)
         self._spans = Spans(self._emit)
+        if self._lock is None:
+            self._emit("warn.run_not_locked", reason="the file system knows no locks")
         self._machine = make_machine(config)
         self._head: ScalarHead | None = None  # of a reward model, once its stage is done
 
@@ -68,6 +73,8 @@ class Run:
         self._samples.close()
         self._events.close()
         self._machine.compute.shutdown(wait=True)
+        if self._lock is not None:
+            os.close(self._lock)
 
     def _store(self, stage: Stage) -> SnapshotStore:
         folder = self._folder / "snapshots" / stage.name

@@ -1,0 +1,283 @@
+"""The run's config: what is read, what is refused, and in which words."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gyre.core.config import Section
+from gyre.core.errors import ConfigError
+from gyre.runconfig import RunConfig, apply_overrides, load_run_config, parse_run_config
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
+MODEL = {"model": {"path": "somewhere"}}
+JARGON = re.compile(r"pydantic|validation|\[type=|https?://|dictionary|instance of|Input|tuple|NoneType|discriminator")
+
+
+def refusal(**tables: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_run_config({**MODEL, **tables}, where="run.toml")
+    assert caught.value.hint
+    message = caught.value.message
+    assert message.startswith("run.toml: ") and not JARGON.search(message), message
+    return message.removeprefix("run.toml: ")
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_that_we_ship_parses(path):
+    config = load_run_config(path, [])
+    assert parse_run_config(config.model_dump(mode="json", exclude_none=True), where="again") == config
+
+
+def test_there_are_configs_to_ship():
+    assert CONFIGS
+
+
+def test_a_model_is_all_that_is_needed():
+    config = parse_run_config(MODEL, where="run.toml")
+    assert config.objective.kind == "grpo" and [part.name for part in config.rewards.parts] == ["answer"]
+
+
+@pytest.mark.parametrize(
+    ("tables", "key", "near"),
+    [
+        ({"trainr": {}}, "unknown key 'trainr'", "trainer"),
+        ({"trainer": {"learning_rte": 1.0}}, "trainer: unknown key 'learning_rte'", "learning_rate"),
+        ({"model": {"shape": {"num_layer": 2}}}, "model.shape: unknown key 'num_layer'", "num_layers"),
+        ({"objective": {"kind": "ppo", "gama": 1.0}}, "objective: unknown key 'gama'", "gamma"),
+        ({"rewards": {"parts": [{"kind": "format", "wieght": 1}]}}, "rewards.parts.0: unknown key", "weight"),
+        ({"rewards": {"parts": [{"kind": "code", "limits": {"walls": 1}}]}}, "parts.0.limits: unknown", "wall_s"),
+        ({"memory": {"residensy": "spill"}}, "memory: unknown key 'residensy'", "residency"),
+        ({"observe": {"tensor_board": True}}, "observe: unknown key 'tensor_board'", "tensorboard"),
+    ],
+)
+def test_an_unknown_key_is_named_with_the_nearest_one(tables, key, near):
+    message = refusal(**tables)
+    assert key in message and f"did you mean '{near}'?" in message
+
+
+def sections(kind: type[Section], place: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """The places of all tables that need no choice of a kind."""
+    found = [place]
+    for name, field in kind.model_fields.items():
+        inner = [
+            each for each in (field.annotation, *getattr(field.annotation, "__args__", ())) if isinstance(each, type)
+        ]
+        for each in inner:
+            if issubclass(each, Section) and name not in ("objective", "rewards"):
+                found += sections(each, (*place, name))
+    return found
+
+
+@pytest.mark.parametrize("place", sections(RunConfig), ids=lambda place: ".".join(place) or "top")
+def test_an_unknown_key_at_any_depth_is_refused(place):
+    tree: dict[str, Any] = {}
+    node = tree
+    for name in place:
+        node = node.setdefault(name, {})
+    node["zzz"] = 1
+    message = refusal(**tree)
+    assert (".".join(place) + ": unknown key 'zzz'").removeprefix(": ") in message
+    assert "accepted: " in message
+
+
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        ({"trainer": {"steps": "ten"}}, "trainer.steps = 'ten': need a whole number"),
+        ({"trainer": {"steps": "10"}}, "trainer.steps = '10': need a whole number"),
+        ({"trainer": {"steps": True}}, "trainer.steps = true: need a whole number"),
+        ({"trainer": {"steps": 1.5}}, "trainer.steps = 1.5: need a whole number"),
+        ({"trainer": {"steps": 2.0}}, "trainer.steps = 2.0: need a whole number"),
+        ({"trainer": {"steps": 0}}, "trainer.steps = 0: need 1 or more"),
+        ({"trainer": {"learning_rate": "fast"}}, "trainer.learning_rate = 'fast': need a number"),
+        ({"trainer": {"learning_rate": True}}, "trainer.learning_rate = true: need a number"),
+        ({"trainer": {"learning_rate": float("nan")}}, "trainer.learning_rate = nan: need a finite number"),
+        ({"trainer": {"betas": [0.9]}}, "trainer.betas.1 is missing"),
+        ({"trainer": {"betas": [0.9, 0.9, 0.9]}}, "trainer.betas: need a list of 2 at most"),
+        ({"trainer": {"betas": [0.9, "x"]}}, "trainer.betas.1 = 'x': need a number"),
+        ({"trainer": {"schedule": "cosin"}}, "need 'constant', 'cosine' or 'linear'; did you mean 'cosine'?"),
+        ({"trainer": 3}, "trainer = 3: need a table"),
+        ({"trainer": [1]}, "trainer: need a table"),
+        ({"run": {"name": 5}}, "run.name = 5: need a text in quotes"),
+        ({"observe": {"report": "yes"}}, "observe.report = 'yes': need true or false"),
+        ({"observe": {"report": 1}}, "observe.report = 1: need true or false"),
+        ({"memory": {"device_budget_bytes": "lots"}}, "device_budget_bytes = 'lots': need a whole number or 'auto'"),
+        ({"memory": {"device_budget_bytes": -1}}, "device_budget_bytes = -1: need more than 0 or 'auto'"),
+        ({"memory": {"leave": {"engine": "destory"}}}, "memory.leave.engine = 'destory': need"),
+        ({"model": {"shape": {"head_dim": 3}}}, "model.shape.head_dim = 3: need a multiple of 2"),
+        ({"objective": {"kind": "grop"}}, "objective.kind = 'grop': need"),
+        ({"objective": {"variant": "dapo"}}, "objective.kind is missing"),
+        ({"objective": {"kind": "grpo", "variant": "dap"}}, "did you mean 'dapo'?"),
+        ({"rewards": {"parts": {"kind": "answer"}}}, "rewards.parts: need a list"),
+        ({"rewards": {"parts": [{"kind": "anser"}]}}, "rewards.parts.0.kind = 'anser': need"),
+        ({"rewards": {"parts": [{"kind": "length"}]}}, "rewards.parts.0.soft_tokens is missing"),
+        ({"rewards": {"parts": [{"kind": "answer", "weight": "x"}]}}, "rewards.parts.0.weight = 'x': need a number"),
+        ({"rewards": {"parts": [{"kind": "answer"}] * 2}}, "rewards.parts: two parts are named"),
+        ({"goal": {"metric": "acuracy"}}, "goal.metric = 'acuracy': need"),
+        ({"goal": {}}, "goal: give at least one of"),
+    ],
+)
+def test_a_bad_value_is_named_with_what_is_accepted(tables, words):
+    assert words in refusal(**tables)
+
+
+def test_each_fault_is_named_once():
+    message = refusal(trainer={"steps": "ten", "eps": 0}, engine={"page_tokens": 0})
+    assert message.split("; ") == [
+        "trainer.steps = 'ten': need a whole number",
+        "trainer.eps = 0: need more than 0.0",
+        "engine.page_tokens = 0: need 1 or more",
+    ]
+
+
+def test_a_missing_or_ambiguous_model_is_said():
+    with pytest.raises(ConfigError, match=r"run\.toml: model is missing"):
+        parse_run_config({}, where="run.toml")
+    assert "path" in refusal(model={}) and "[model.shape]" in refusal(model={"path": "x", "shape": {}})
+
+
+def test_pairs_need_an_even_number_of_sequences():
+    for kind in ("rm", "dpo"):
+        message = refusal(objective={"kind": kind}, trainer={"sequences_per_update": 7})
+        assert message.startswith("trainer.sequences_per_update = 7") and "even" in message
+    parse_run_config({**MODEL, "objective": {"kind": "sft"}, "trainer": {"sequences_per_update": 7}}, where="")
+
+
+@pytest.mark.parametrize("objective", [{"kind": "grpo"}, {"kind": "ppo"}, {"kind": "dpo", "pairs": "online"}])
+def test_objectives_that_learn_from_rewards_need_some(objective):
+    assert f"objective.kind = '{objective['kind']}' learns from rewards" in refusal(
+        objective=objective, rewards={"parts": []}
+    )
+    parse_run_config({**MODEL, "objective": {"kind": "sft"}, "rewards": {"parts": []}}, where="")
+    assert parse_run_config({**MODEL, "objective": objective}, where="").rewards.parts, "the default is one part"
+
+
+def test_groups_of_one_cannot_be_compared():
+    alone = {"completions_per_prompt": 1}
+    for objective in ({"kind": "grpo", "variant": "dapo"}, {"kind": "dpo", "pairs": "online"}):
+        assert "rollout.completions_per_prompt = 1" in refusal(objective=objective, rollout=alone)
+    for objective in ({"kind": "grpo", "variant": "reinforce_pp"}, {"kind": "ppo"}, {"kind": "sft"}):
+        parse_run_config({**MODEL, "objective": objective, "rollout": alone}, where="")
+
+
+# --set ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "place", "value"),
+    [
+        ("trainer.steps=10", ("trainer", "steps"), 10),
+        ("trainer.learning_rate = 1e-3", ("trainer", "learning_rate"), 1e-3),
+        ("run.name=my run", ("run", "name"), "my run"),
+        ('run.name="10"', ("run", "name"), "10"),
+        ("run.name=a=b", ("run", "name"), "a=b"),
+        ("model.path=", ("model", "path"), ""),
+        ("observe.report=false", ("observe", "report"), False),
+        ("trainer.betas=[0.8, 0.9]", ("trainer", "betas"), [0.8, 0.9]),
+        ("data.task_options={min_terms = 2}", ("data", "task_options"), {"min_terms": 2}),
+        ("new.table.key=1", ("new", "table", "key"), 1),
+        ("run.name=1\nother = 2", ("run", "name"), "1\nother = 2"),
+        ("rewards.parts.1.weight=0.5", ("rewards", "parts", 1, "weight"), 0.5),
+        ('rewards.parts.0={kind="format"}', ("rewards", "parts", 0), {"kind": "format"}),
+    ],
+)
+def test_set_changes_one_key(override, place, value):
+    tree = {"trainer": {"steps": 1, "eps": 2.0}, "rewards": {"parts": [{"kind": "answer"}, {"kind": "format"}]}}
+    before = repr(tree)
+    changed: Any = apply_overrides(tree, [override])
+    for name in place:
+        changed = changed[name]
+    assert changed == value and type(changed) is type(value)
+    assert repr(tree) == before, "the tree that was given changed"
+
+
+def test_later_overrides_win():
+    assert apply_overrides({}, ["a.b=1", "a.b=2", "a.c=3"]) == {"a": {"b": 2, "c": 3}}
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "trainer.steps",
+        "=3",
+        "trainer..steps=3",
+        ".x=1",
+        "run.name.first=x",
+        "parts.2.weight=1",
+        "parts.x.weight=1",
+        "parts.7=1",
+    ],
+)
+def test_an_override_that_leads_nowhere_is_refused(override):
+    with pytest.raises(ConfigError, match=re.escape(f"--set {override}")) as caught:
+        apply_overrides({"run": {"name": "x"}, "parts": [{}, {}]}, [override])
+    assert caught.value.hint
+
+
+KEYS = st.lists(st.text("abc_", min_size=1, max_size=4), min_size=1, max_size=3).map(".".join)
+
+
+@given(KEYS, st.integers() | st.booleans() | st.text("xyz ,[]{}='\"\\\n#1.", max_size=12))
+def test_any_value_is_read_as_toml_or_as_the_text_that_it_is(key, value):
+    shown = str(value).lower() if isinstance(value, bool) else str(value)
+    got: Any = apply_overrides({}, [f"{key}={shown}"])
+    for name in key.split("."):
+        got = got[name]
+    if isinstance(value, str):
+        assert got == value.strip() or not isinstance(got, str) or got in value
+    else:
+        assert got == value and type(got) is type(value)
+
+
+def test_a_bad_override_is_refused_as_the_file_would_be(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text('[model]\npath = "x"\n')
+    assert load_run_config(path, ["trainer.steps=3", "run.name=me"]).run.name == "me"
+    for override, words in [
+        ("trainer.steps=three", "trainer.steps = 'three': need a whole number"),
+        ("trainer.stps=3", "did you mean 'steps'"),
+        ("model=3", "model = 3: need a table"),
+    ]:
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            load_run_config(path, [override])
+
+
+# Files ---------------------------------------------------------------------------------------------------------------
+
+
+def test_files_that_cannot_be_used(tmp_path):
+    (tmp_path / "torn.toml").write_text("[model\npath = 3")
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "twice.toml").write_text("[model]\npath = 'a'\npath = 'b'")
+    for name, words in [
+        ("nowhere.toml", "cannot read"),
+        ("", "cannot read"),
+        ("torn.toml", "is no TOML"),
+        ("binary.toml", "is no TOML"),
+        ("twice.toml", "is no TOML"),
+    ]:
+        with pytest.raises(ConfigError, match=words) as caught:
+            load_run_config(tmp_path / name, [])
+        assert str(tmp_path / name) in caught.value.message and caught.value.hint
+
+
+# Imports -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", ["gyre", "gyre.runconfig", "gyre.cli.main"])
+def test_it_loads_no_torch(module):
+    code = (
+        f"import {module}, sys; print(sorted(sys.modules.keys() & {{'torch', 'transformers', 'tokenizers', 'wandb'}}))"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
