@@ -16,6 +16,7 @@ import re
 import resource
 import signal
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -132,9 +133,8 @@ class Command:
     ) -> None:
         """`file_bytes` is the size past which no file may grow (0: no limit)."""
         self._mark = uuid.uuid4().hex
-        logs = folder / "logs"
-        logs.mkdir(parents=True, exist_ok=True)
-        self._out, self._err = logs / f"{self._mark}.out", logs / f"{self._mark}.err"
+        self._logs = tempfile.TemporaryDirectory(prefix="gyre-logs-")  # not in `folder`, which may be a full disk
+        self._out, self._err = Path(self._logs.name) / "out", Path(self._logs.name) / "err"
         self.process = SERVER.Process(
             target=_child,
             args=([str(word) for word in argv], str(folder), str(self._out), str(self._err)),

@@ -115,9 +115,10 @@ def test_prompt_longer_than_the_context(tmp_path: Path) -> None:
     sets = {
         **with_model(save_checkpoint(tmp_path / "model", "qwen3", context_tokens=128)),
         "data": {**JSONL, "path": str(save_rows(tmp_path / "rows.jsonl", rows))},
+        "eval.num_problems": 0,
     }
-    answer = refused(tmp_path, sets, kind="input", words=("rows.jsonl:5", "128"))
-    assert "tokens" in answer.json["error"]["message"]
+    answer = refused(tmp_path, sets, kind="input", words=("rows.jsonl:5", "920 tokens", "context"))
+    assert "112" in answer.json["error"]["message"], "128 less the 16 of a completion"
 
 
 def test_prompt_and_completion_together_longer_than_the_context(tmp_path: Path) -> None:
@@ -194,7 +195,7 @@ def with_reward(name: str, **more: Any) -> dict[str, Any]:
         ("gives_nan", ("nan", "completion")),
         ("no_number", ("not a number", "completion")),
         ("hangs", ("longer than 1 s", "completion")),
-        ("not_there", ("not_there", "varied")),
+        ("not_there", ("not_there", "has no function")),
     ],
 )
 def test_bad_reward_function_is_refused(tmp_path: Path, name: str, words: tuple[str, ...]) -> None:

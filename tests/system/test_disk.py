@@ -87,10 +87,27 @@ def test_disk_is_full_to_the_last_byte(small_disk: Path, whole: Story) -> None:
     run = begin(small_disk)
     filler = small_disk / "filler"
     state = os.statvfs(small_disk)
-    filler.write_bytes(b"\0" * (state.f_bavail * state.f_frsize - 8192))  # for the log files of this test
+    filler.write_bytes(b"\0" * (state.f_bavail * state.f_frsize))
     answer = go_on(run, small_disk, "--json")
     filler.unlink()
     check_refusal(answer, run)
+    again = go_on(run, small_disk)
+    assert again.code == 0, again.err
+    assert read_story(run) == whole
+
+
+def test_disk_fills_during_the_export(small_disk: Path, whole: Story) -> None:
+    config = write_config(small_disk, EVERY_STEP)
+    at_export = Fault(point="event", match="phase.started export")
+    assert gyre("train", config, "--plain", folder=small_disk, fault=at_export).code == -9
+    run, filler, state = small_disk / "runs" / "tiny", small_disk / "filler", os.statvfs(small_disk)
+    filler.write_bytes(b"\0" * (state.f_bavail * state.f_frsize - 60_000))
+    answer = go_on(run, small_disk, "--json")
+    filler.unlink()
+    assert answer.code == 2, answer.err
+    assert "Traceback" not in answer.err, answer.err
+    assert answer.json["error"]["kind"] == "snapshot" and "free" in answer.json["error"]["hint"]
+    assert not (run / "export").exists() and not list(run.glob(".export*")), "whole or not there"
     again = go_on(run, small_disk)
     assert again.code == 0, again.err
     assert read_story(run) == whole

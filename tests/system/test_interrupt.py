@@ -89,7 +89,7 @@ def test_other_commands_stop_too(tmp_path: Path, argv: list[str]) -> None:
         tmp_path / "runs" / "tiny",
         *argv[1:],
         folder=tmp_path,
-        fault=Fault(point="burst", number=2, action="interrupt"),
+        fault=Fault(point="burst", number=1, action="interrupt"),
     )
     assert answer.code == 130, (answer.code, answer.err)
     assert "Traceback" not in answer.err, answer.err

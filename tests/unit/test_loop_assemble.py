@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gyre.core.records import Evaluation, Group, Prompt, Rollout, Sampling, Score, ScorePart
 from gyre.loop.assemble import Passes, add_part, assemble, bare_batch, failed_parts, reward_metrics
-from gyre.objectives.config import GrpoConfig, PpoConfig
+from gyre.objectives.config import DpoConfig, GrpoConfig, PpoConfig
 
 PROMPT = Prompt(prompt_id="p", tokens=np.array([7, 8], dtype=np.int32), text="7+8=", task={}, source="test")
 SAMPLING = Sampling(temperature=0.7, max_tokens=9)
@@ -116,3 +116,16 @@ def test_reward_metrics_are_means_over_rollouts():
     )
     assert "train_accuracy" not in reward_metrics(groups, "another")
     assert failed_parts([group("a", [0.0, 0.0], outcome="timeout")]) == {"answer timeout": 2}
+
+
+def test_pairs_keep_the_reference_of_their_own_rollouts():
+    groups = [group("a", [0.5, 0.5]), group("b", [0.0, 1.0, 0.5]), group("c", [1.0, 0.0])]
+    bare = bare_batch(groups, step=1)
+    numbered = tuple(np.full(len(s.tokens), i, np.float32) for i, s in enumerate(bare.sequences))
+    reference = Evaluation(which="reference", per_token=numbered)
+    made = assemble(DpoConfig(pairs="online"), groups, Passes(reference=reference), step=1)
+    assert [s.columns["reference_logprobs"][0] for s in made.batch.sequences] == [3, 2, 5, 6]
+    assert [(s.group_id, s.pair_id, s.scalars["score"]) for s in made.batch.sequences] == [
+        ("b", 0, 1.0), ("b", 0, 0.0), ("c", 1, 1.0), ("c", 1, 0.0),
+    ]  # fmt: skip
+    assert made.num_groups_without_pair == 1

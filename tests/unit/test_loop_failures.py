@@ -73,13 +73,17 @@ def test_an_engine_that_cannot_be_stopped_is_said_and_the_first_error_counts(tmp
     bench = Bench(tmp_path, rollout=HURRIED, faults=Faults(stalled=frozenset({"1.0"})), steps=1)
     stop = bench.engine.interrupt
 
-    async def late(*, deadline_s: float):
-        await stop(deadline_s=deadline_s)
+    async def late(*, deadline_s: float) -> None:
         raise DeadlineError("the engine is busy")
 
-    bench.engine.interrupt = late  # type: ignore[method-assign]
-    with pytest.raises(DeadlineError, match=r"1\.0"):
-        turn(bench)
+    async def go() -> None:
+        bench.engine.interrupt = late  # type: ignore[method-assign]
+        with pytest.raises(DeadlineError, match=r"1\.0"):
+            await bench.go()
+        assert not [task for task in asyncio.all_tasks() if "_listen" in repr(task.get_coro())]
+        await stop(deadline_s=1.0)
+
+    run(go())
     assert [row["requests"] for row in bench.rows("warn.engine_not_stopped")] == [1]
 
 

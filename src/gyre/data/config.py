@@ -29,7 +29,7 @@ class DataConfig(Section):
 
     answer_only_share: float = Field(default=0.0, ge=0.0, le=1.0)
     """reasoning_gym: share of worked examples that leave <think> empty and only state the answer, as data of mixed
-    quality does; which ones is decided by a hash of seed and prompt."""
+    quality does; which ones is decided by a hash of seed and prompt. Of pairs: share of the rejected responses."""
 
     path: str = ""
     """jsonl, parquet: the file. datasets: local folder written by save_to_disk, or a hub name."""

@@ -86,13 +86,9 @@ class Responder:
         if trace is None or self._check(trace.answer, dict(problem.task)) < 1.0:
             self.num_untraced += 1
             return None
-        if self._states_answer_only(problem):
+        if states_answer_only(self._config, problem):
             return r1_response("", trace.answer)
         return trace_text(trace)
-
-    def _states_answer_only(self, problem: Problem) -> bool:
-        drawn = derive_seed(self._config.seed, "answer only", prompt_key(problem.prompt))
-        return drawn < self._config.answer_only_share * 2**63
 
     def _response_of_row(self, problem: Problem) -> str:
         return read_response(problem.fields, self._config.response_field, problem.where, "response_field")
@@ -104,6 +100,12 @@ def need_traces(config: DataConfig) -> None:
             f"data.task = {config.task!r} has no worked traces to learn from; these have: {', '.join(traced_tasks())}",
             hint='use one of them, or data.source = "jsonl" with a response a row',
         )
+
+
+def states_answer_only(config: DataConfig, problem: Problem) -> bool:
+    """Whether this problem's response (of a pair: the worse one) is an answer without working."""
+    drawn = derive_seed(config.seed, "answer only", prompt_key(problem.prompt))
+    return drawn < config.answer_only_share * 2**63
 
 
 def trace_text(trace: Trace) -> str:

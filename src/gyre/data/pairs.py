@@ -1,4 +1,5 @@
-"""Pairs: preference pairs from rows with a better and a worse response, or a worked trace against one with a slip.
+"""Pairs: preference pairs from rows with a better and a worse response, or a worked trace against one with a slip or,
+for answer_only_share of the problems, against a wrong answer without working.
 
 In: DataConfig and a tokenizer. Out: `PairSet`; each pair is (chosen, rejected), both with column loss_mask, a shared
 pair_id and scalars["chosen"] 1.0 and 0.0. `sources.PairSource` deals them. Callers: wire (rm, dpo objectives).
@@ -13,12 +14,13 @@ from dataclasses import dataclass, replace
 from gyre.core.records import TrainSequence
 from gyre.core.seeds import derive_seed
 from gyre.data.config import DataConfig
-from gyre.data.examples import need_traces, to_sequence, trace_text
+from gyre.data.examples import need_traces, states_answer_only, to_sequence, trace_text
 from gyre.data.problems import Problem, by_prompt, prompt_key
 from gyre.data.rows import read_response
 from gyre.data.sources import Overlong, encode_prompt, read_split, report_loaded, source_name
 from gyre.data.tasks import Check, Emit, answer_checker
 from gyre.data.traces import corrupt_trace, write_trace
+from gyre.text.render import r1_response
 from gyre.text.tokenizer import Tokenizer
 
 Pair = tuple[TrainSequence, TrainSequence]
@@ -93,7 +95,8 @@ class PairWriter:
         for _ in range(_SLIP_TRIES):
             wrong = corrupt_trace(problem.task, rng)
             if wrong is not None and check(wrong.answer, dict(problem.task)) < 1.0:
-                return trace_text(right), trace_text(wrong)
+                stated = states_answer_only(self._config, problem)
+                return trace_text(right), r1_response("", wrong.answer) if stated else trace_text(wrong)
         return None
 
 

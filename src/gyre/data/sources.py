@@ -104,7 +104,8 @@ class Overlong:
         if self._config.overlong == "error":
             raise InputError(
                 f"{where}: the {what} has {num_tokens} tokens; data.max_{what}_tokens = {limit}",
-                hint=f'raise data.max_{what}_tokens, shorten the row, or set data.overlong = "drop"',
+                hint=f'shorten the row, set data.overlong = "drop", or raise data.max_{what}_tokens; '
+                "left open, it is what the model's context has room for",
             )
         self.num_dropped += 1
         return False

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -62,7 +63,7 @@ def export_hub(
             save_scalar_head(scalar_head, aside)
         sync_files(aside)
         swap_in(aside, folder)
-    except OSError as fault:
+    except (OSError, SafetensorError) as fault:
         raise SnapshotError(
             f"export to {folder} failed: {fault}", hint="free disk space or choose another folder; nothing was replaced"
         ) from fault

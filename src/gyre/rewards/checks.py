@@ -28,7 +28,7 @@ class Tools:
 
 
 def build_check(options: Mapping[str, Any], tools: Tools) -> Check:
-    """Make the check of one part. Nothing heavy is imported and no file is read before it is called."""
+    """Make the check of one part."""
     return _BUILDERS[options["kind"]](options, tools)
 
 
@@ -86,16 +86,15 @@ def _build_code(options: Mapping[str, Any], tools: Tools) -> Check:
 
 
 def _build_function(options: Mapping[str, Any], tools: Tools) -> Check:
-    loaded: list[Any] = []
+    """Imports the user's module now, so that its import does not count as the first completion's time."""
+    try:
+        target = function.load_function(options["path"])
+    except InputError as error:
+        fault = error.message
+        return lambda item: (0.0, fault, "error")
+    extras = function.wanted_extras(target)
 
     def check(item: Item) -> Verdict:
-        if not loaded:
-            try:
-                target = function.load_function(options["path"])
-            except InputError as error:
-                return 0.0, error.message, "error"
-            loaded.append((target, function.wanted_extras(target)))
-        target, extras = loaded[0]
         given = {name: getattr(item, name) for name in extras}
         return function.call_function(target, item.task, item.text, given, options["options"])
 

@@ -136,21 +136,22 @@ def find_faults(path: Path) -> list[str]:
     """Compare a snapshot's files with its manifest. An empty list means that it is whole."""
     try:
         manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-        written_format, files = manifest["format"], dict(manifest["files"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        written_format = manifest["format"]
+        files = {name: FileSum(**entry) for name, entry in manifest["files"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return [f"manifest.json cannot be read: {error!r}"]
     if written_format != FORMAT:
         return [f"format {written_format}, this version reads {FORMAT}"]
     faults = []
-    for name, entry in files.items():
+    for name, written in files.items():
         try:
             got = _sum_file(path / name)
         except OSError as error:
             faults.append(f"{name} cannot be read: {error.strerror}")
             continue
-        if got.size_bytes != entry["size_bytes"]:
-            faults.append(f"{name} has {got.size_bytes} bytes, its manifest says {entry['size_bytes']}")
-        elif got.blake2b != entry["blake2b"]:
+        if got.size_bytes != written.size_bytes:
+            faults.append(f"{name} has {got.size_bytes} bytes, its manifest says {written.size_bytes}")
+        elif got.blake2b != written.blake2b:
             faults.append(f"{name} does not match its checksum")
     return faults
 

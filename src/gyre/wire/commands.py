@@ -6,11 +6,13 @@ Callers: cli.
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from gyre.core.errors import SnapshotError
 from gyre.data.sources import load_prompts
 from gyre.loop.evaluate import Outcome
 from gyre.planner.explain import explain
@@ -30,6 +32,8 @@ from gyre.wire.make import (
 from gyre.wire.run import Run
 from gyre.wire.stages import load_stage_data, plan_run, plan_stages
 
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 
 def train(
     config_path: Path | None, overrides: list[str], *, resume: Path | None, stage: str, plain: bool
@@ -47,6 +51,13 @@ def train(
         return asyncio.run(run.go())
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"go on with: gyre train --resume {folder}") from None
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        raise SnapshotError(
+            f"cannot write {error.filename or folder}: {error.strerror}",
+            hint=f"free space there, then go on with: gyre train --resume {folder}",
+        ) from error
     finally:
         run.close()
 
@@ -88,7 +99,7 @@ def plan(config_path: Path, overrides: list[str]) -> dict[str, Any]:
     spec = find_spec(config, tokenizer)
     plans = {}
     for stage in plan_stages(config, "all"):
-        data = load_stage_data(config, stage, tokenizer, emit)
+        data = load_stage_data(config, stage, tokenizer, spec.context_tokens, emit)
         plans[stage.name] = plan_run(
             config, stage, spec, data, dtype=dtype_name(machine), folder=Path(config.run.folder) / config.run.name
         )

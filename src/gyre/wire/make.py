@@ -136,16 +136,22 @@ def load_policy(folder: Path, machine: Machine) -> Policy:
 
 
 def load_reward_model(path: str, machine: Machine, policy: Policy) -> tuple[Decoder, ScalarHead]:
-    """A folder that objective rm exported; it must read the policy's own token ids."""
-    folder = Path(path) / "export" if (Path(path) / "export").is_dir() else Path(path)
+    """The decoder and scalar head of a reward model."""
+    folder = find_reward_model(path, policy)
     _, decoder = load_hub(folder, device=machine.device, dtype=machine.dtype)
-    theirs = load_tokenizer(folder).fingerprint
-    if theirs != policy.tokenizer.fingerprint:
+    return decoder, load_scalar_head(folder, device=machine.device)
+
+
+def find_reward_model(path: str, policy: Policy) -> Path:
+    """A folder that objective rm exported; it must read the policy's own token ids."""
+    folder = find_folder(Path(path) / "export" if (Path(path) / "export").is_dir() else path)
+    if load_tokenizer(folder).fingerprint != policy.tokenizer.fingerprint:
         raise InputError(
             f"the reward model in {path} has another tokenizer than the policy",
             hint="train both with the same tokenizer: set tokenizer.path of one run to the other's tokenizer folder",
         )
-    return decoder, load_scalar_head(folder, device=machine.device)
+    load_scalar_head(folder, device=torch.device("cpu"))  # refused now if there is none
+    return folder
 
 
 def make_engine(config: EngineConfig, policy: Policy, machine: Machine, emit: Emit) -> NativeEngine:
@@ -202,7 +208,10 @@ def accuracy_part(config: RunConfig) -> str:
     """Name of the reward part whose value 1 counts as right."""
     rules = [part.name for part in config.rewards.parts if part.kind != "model"]
     if config.eval.part and config.eval.part not in rules:
-        raise ConfigError(f"eval.part = '{config.eval.part}': the rewards are named {', '.join(rules) or 'nothing'}")
+        raise ConfigError(
+            f"eval.part = '{config.eval.part}': the rewards are named {', '.join(rules) or 'nothing'}",
+            hint="name one of them, or leave eval.part out for the first",
+        )
     return config.eval.part or (rules[0] if rules else "")
 
 

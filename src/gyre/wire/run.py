@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,28 @@ from gyre.planner.plan import Plan
 from gyre.runconfig import RunConfig
 from gyre.trainer.snapshot import SnapshotStore
 from gyre.wire.folders import hold
-from gyre.wire.make import Policy, dtype_name, make_machine, make_policy, make_sinks, make_tokenizer
+from gyre.wire.make import (
+    Policy,
+    accuracy_part,
+    dtype_name,
+    find_reward_model,
+    make_machine,
+    make_policy,
+    make_sinks,
+    make_tokenizer,
+    try_rewards,
+)
 from gyre.wire.stage import Built
 from gyre.wire.stages import MAIN, Stage, StageData, load_stage_data, plan_run, plan_stages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """A stage with everything that could be refused about it behind it."""
+
+    stage: Stage
+    data: StageData
+    plan: Plan
 
 
 class Run:
@@ -59,8 +79,8 @@ class Run:
         policy = make_policy(self._config, tokenizer, self._machine)
         self._announce(stages, policy, at)
         version, result = 0, progress
-        for stage in stages[at:]:
-            result, version = await self._run_stage(stage, policy, result, found, version)
+        for ready in [self._prepare(stage, policy) for stage in stages[at:]]:
+            result, version = await self._run_stage(ready, policy, result, found, version)
             found = None
         export = self._export(policy)
         report = self._finish(stages[-1], result, version)
@@ -114,13 +134,24 @@ class Run:
             stage_index=at,
         )
 
+    def _prepare(self, stage: Stage, policy: Policy) -> Ready:
+        """Read, plan and try what a stage needs. Done for all stages before the first one trains."""
+        data = load_stage_data(self._config, stage, policy.tokenizer, policy.spec.context_tokens, self._emit)
+        plan = self._plan(stage, policy, data)
+        if plan.kv_pages:
+            accuracy_part(self._config)
+            try_rewards(self._config, data.sample_prompts, policy.tokenizer)
+        reward = self._config.rewards.model_part()
+        if reward is not None and stage.name == MAIN:
+            find_reward_model(reward.path, policy)
+        return Ready(stage=stage, data=data, plan=plan)
+
     async def _run_stage(
-        self, stage: Stage, policy: Policy, progress: Progress, found: Mapping[str, Any] | None, version: int
+        self, ready: Ready, policy: Policy, progress: Progress, found: Mapping[str, Any] | None, version: int
     ) -> tuple[Progress, int]:
+        stage, data, plan = ready.stage, ready.data, ready.plan
         if progress.stage != stage.name:
             progress = Progress(stage=stage.name)
-        data = load_stage_data(self._config, stage, policy.tokenizer, self._emit)
-        plan = self._plan(stage, policy, data)
         self._emit("stage.started", stage=stage.name, steps=stage.trainer.steps, step=progress.step)
         built = Built(self._config, plan, self._folder, self._machine, self._emit)
         try:

@@ -35,7 +35,6 @@ from gyre.wire.make import (
     make_engine,
     make_judge,
     make_scorer,
-    try_rewards,
 )
 from gyre.wire.stages import MAIN, Stage, StageData
 
@@ -77,7 +76,6 @@ class Built:
     ) -> Parts:
         with_engine = self._plan.kv_pages > 0
         if with_engine:
-            try_rewards(self._config, data.sample_prompts, policy.tokenizer)
             self._scorer = make_scorer(self._config, self._emit)
             engine = self._config.engine.model_copy(update={"num_pages": self._plan.kv_pages})
             self._engine = make_engine(engine, policy, self._machine, self._emit)

@@ -95,12 +95,16 @@ class StageData:
     eval_batch: TrainBatch | None = None
 
 
-def load_stage_data(config: RunConfig, stage: Stage, tokenizer: Tokenizer, emit: Emit) -> StageData:
+def load_stage_data(
+    config: RunConfig, stage: Stage, tokenizer: Tokenizer, context_tokens: int, emit: Emit
+) -> StageData:
     """The stage's records, and what it is judged on."""
+    asked = bound_lengths(config.data, prompt=context_tokens - config.rollout.max_tokens, sequence=context_tokens)
+    learnt = bound_lengths(stage.data, prompt=context_tokens, sequence=context_tokens)
     seed, num = derive_seed(config.run.seed, "data", stage.name), config.eval.num_problems
     prompts: tuple[Prompt, ...] = ()
     if stage.name == MAIN and uses_engine(config, stage.objective):
-        found = load_prompts(config.data, tokenizer, emit=emit)
+        found = load_prompts(asked, tokenizer, emit=emit)
         prompts = take_held_out(found, num)
         if needs_rollouts(stage.objective):
             longest = max(len(prompt.tokens) for prompt in (*found.train, *prompts))
@@ -109,7 +113,7 @@ def load_stage_data(config: RunConfig, stage: Stage, tokenizer: Tokenizer, emit:
                 source=source, longest_prompt_tokens=longest, eval_prompts=prompts, sample_prompts=found.train[:3]
             )
     if is_pairwise(stage.objective):
-        pairs = load_pairs(stage.data, tokenizer, emit=emit)
+        pairs = load_pairs(learnt, tokenizer, emit=emit)
         held_out = tuple(sequence for pair in pairs.held_out[:num] for sequence in pair)
         return StageData(
             source=PairSource(pairs.train, seed, pairs.source),
@@ -118,7 +122,7 @@ def load_stage_data(config: RunConfig, stage: Stage, tokenizer: Tokenizer, emit:
             sample_prompts=prompts[:3],
             eval_batch=TrainBatch(sequences=held_out, step=0) if held_out else None,
         )
-    examples = load_examples(stage.data, tokenizer, emit=emit)
+    examples = load_examples(learnt, tokenizer, emit=emit)
     held_out_sequences = examples.held_out[:num]
     return StageData(
         source=ShuffledSource(examples.train, seed, examples.source),
@@ -127,6 +131,12 @@ def load_stage_data(config: RunConfig, stage: Stage, tokenizer: Tokenizer, emit:
         sample_prompts=prompts[:3],
         eval_batch=TrainBatch(sequences=held_out_sequences, step=0) if held_out_sequences else None,
     )
+
+
+def bound_lengths(data: DataConfig, *, prompt: int, sequence: int) -> DataConfig:
+    """Limits that were left open become what the context has room for, so that a row beyond it is named or dropped."""
+    limits = {"max_prompt_tokens": max(0, prompt), "max_sequence_tokens": max(0, sequence)}
+    return data.model_copy(update={name: limit for name, limit in limits.items() if not getattr(data, name)})
 
 
 def take_held_out(found: PromptSet, num: int) -> tuple[Prompt, ...]:

@@ -1,0 +1,129 @@
+"""Every objective learns: each config of configs/ is run as a user runs it and must reach its own [goal], which names the
+metric, the margin and n. One cold start serves all that begin with a policy (--stage main --set model.path=…).
+
+The goal of arith_grpo_cpu is the demo's, that of arith_grpo_1gpu a GPU's; gsm8k_grpo_1gpu needs a hub too: its path is run on stand-ins.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from system_models import gsm8k_rows, save_checkpoint, save_rows
+from system_runs import Command, events_of
+
+from gyre.objectives.config import VARIANTS
+from gyre.runconfig import RunConfig, load_run_config
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+FRESH = ("sft_cpu",)  # begins with random weights
+POLICY = ("dpo_cpu", "dpo_online_cpu", "ppo_cpu")  # begin with the cold start's policy
+CHAINED = ("rm_cpu", "grpo_reward_model_cpu")  # the second one's reward is what the first one exports
+FEWEST = 200  # problems or pairs that a goal is judged on
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
+
+
+def train(name: str, folder: Path, *sets: str, model: Path | None = None, stage: str = "main") -> dict[str, Any]:
+    """Run a config; all of it, or one stage that begins with `model`."""
+    changes = [f"run.folder={folder}", "snapshot.every_steps=0", *sets]
+    words: list[str | Path] = ["train", CONFIGS / f"{name}.toml", "--json", "--stage", stage]
+    for change in (*changes, *([f"model.path={model}"] if model else [])):
+        words += ["--set", change]
+    answer = Command(*words, folder=folder).wait(timeout_s=2000.0)
+    assert answer.code == 0, answer.err[-3000:]
+    return answer.json
+
+
+def check_goal(name: str, result: dict[str, Any]) -> None:
+    """The run says that it reached its goal; the goal is one that says something."""
+    config = load_run_config(CONFIGS / f"{name}.toml", [])
+    assert config.goal is not None and config.goal.at_least_after is not None and config.goal.margin is not None
+    assert result["goal"]["reached"], result["goal"]["verdict"]
+    assert result["evals"][config.goal.metric]["n"] == config.eval.num_problems >= FEWEST
+
+
+@pytest.fixture(scope="session")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The cold-started policy of the main job: knows the format, answers right less than half the time."""
+    result = train("arith_grpo_cpu", tmp_path_factory.mktemp("cold"), stage="cold_start")
+    return Path(result["export"])
+
+
+@pytest.fixture(scope="session")
+def reward_model(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return train("rm_cpu", tmp_path_factory.mktemp("rm"), model=policy)
+
+
+def test_no_config_is_forgotten() -> None:
+    named = {*FRESH, *POLICY, *CHAINED, "arith_variants_cpu", "arith_grpo_cpu", "arith_grpo_1gpu", "gsm8k_grpo_1gpu"}
+    assert {path.stem for path in CONFIGS.glob("*.toml")} == named
+
+
+@pytest.mark.parametrize("name", FRESH)
+def test_supervised_alone(name: str, tmp_path: Path) -> None:
+    check_goal(name, train(name, tmp_path, stage="all"))
+
+
+@pytest.mark.parametrize("name", POLICY)
+def test_lifts_accuracy(name: str, policy: Path, tmp_path: Path) -> None:
+    check_goal(name, train(name, tmp_path, model=policy))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variant_lifts_accuracy(variant: str, policy: Path, tmp_path: Path) -> None:
+    result = train("arith_variants_cpu", tmp_path, f"objective.variant={variant}", model=policy)
+    check_goal("arith_variants_cpu", result)
+    steps = events_of(Path(result["run"]), "step.done")
+    in_loss = VARIANTS[variant].get("kl_in", "loss") == "loss"
+    assert all(("kl_reference" in step["metrics"]) == in_loss for step in steps), "the config turns the KL on"
+    if in_loss:
+        kls = [step["metrics"]["kl_reference"] for step in steps]
+        assert abs(kls[0]) < 1e-6 < kls[-1], "the reference is where the stage began"
+
+
+def test_reward_model_tells_right_from_wrong(reward_model: dict[str, Any]) -> None:
+    check_goal("rm_cpu", reward_model)
+    assert reward_model["evals"]["pair_accuracy"]["after"] >= 0.9
+
+
+def test_learnt_reward_lifts_the_true_accuracy(reward_model: dict[str, Any], policy: Path, tmp_path: Path) -> None:
+    config = load_run_config(CONFIGS / "grpo_reward_model_cpu.toml", [])
+    weights = {part.kind: part.weight for part in config.rewards.parts}
+    assert weights["answer"] == 0.0 < weights["model"], "the true answer is measured and teaches nothing"
+    path = f"rewards.parts.{place_of_model(config)}.path={reward_model['run']}"
+    check_goal("grpo_reward_model_cpu", train("grpo_reward_model_cpu", tmp_path, path, model=policy))
+
+
+def place_of_model(config: RunConfig) -> int:
+    return [part.kind for part in config.rewards.parts].index("model")
+
+
+def test_gsm8k_on_stand_ins(tmp_path: Path) -> None:
+    """The config as it is, but for where model and data lie, the device and the sizes."""
+    model = save_checkpoint(tmp_path / "model", "qwen3", context_tokens=2048)
+    rows, held_out = gsm8k_rows(60), gsm8k_rows(20)
+    result = train(
+        "gsm8k_grpo_1gpu",
+        tmp_path,
+        f"data.path={save_rows(tmp_path / 'train.jsonl', rows)}",
+        f"data.held_out_path={save_rows(tmp_path / 'test.jsonl', held_out)}",
+        'data.held_out_split=""',
+        "data.source=jsonl",
+        "data.max_prompt_tokens=1024",  # the stand-in's tokenizer has few merges
+        "run.device=cpu",
+        "trainer.steps=2",
+        "rollout.prompts_per_step=4",
+        "rollout.completions_per_prompt=4",
+        "rollout.max_tokens=24",
+        "eval.num_problems=16",
+        model=model,
+    )
+    steps = events_of(Path(result["run"]), "step.done")
+    assert len(steps) == 2
+    assert {"reward/answer", "reward/format", "reward/length"} <= steps[-1]["metrics"].keys()
+    assert result["evals"]["accuracy"]["n"] == 16 and result["goal"] is None
+    (loaded,) = events_of(Path(result["run"]), "data.loaded")
+    assert loaded["held_out"] == 20 and loaded["dropped"]["overlong"] == 0
+    assert (Path(result["export"]) / "model.safetensors").is_file()
