@@ -222,7 +222,7 @@ def test_deadlines_and_drain(subject: Subject) -> None:
         await subject.engine.start(dummy=False)
         assert {part.finish for part in await read(subject, ask(deadline_s=0.0))} == {"deadline"}
         stream = subject.engine.submit(ask(max_tokens=100))
-        with pytest.raises(DeadlineError, match="in flight|drain"):
+        with pytest.raises(DeadlineError, match=r"in flight|drain"):
             await subject.engine.drain(deadline_s=0.0)
         await subject.engine.drain(deadline_s=20)
         stats = await subject.engine.stats()

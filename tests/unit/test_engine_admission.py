@@ -58,7 +58,10 @@ REFUSED: dict[str, tuple[Request, str]] = {
         replace(with_sampling(max_tokens=1), partials=(partial(),)),
         "2 tokens, more than max_tokens = 1",
     ),
-    "partial of unequal arrays": (replace(GOOD, partials=(partial(versions=np.zeros(1, np.int32)),)), "differ in length"),
+    "partial of unequal arrays": (
+        replace(GOOD, partials=(partial(versions=np.zeros(1, np.int32)),)),
+        "differ in length",
+    ),
     "partial beyond the vocabulary": (
         replace(GOOD, partials=(partial(tokens=np.asarray([1, 99], np.int32)),)),
         "outside 0 to 49",

@@ -222,7 +222,9 @@ def test_a_commit_amid_traffic(policy: str) -> None:
         late = asyncio.ensure_future(bench.ask(2, name="late"))
         results = await asyncio.gather(*map(collect, streams))
         await commit
-        versions = [np.concatenate([head.versions, rest[0].versions]) for head, rest in zip(first, results, strict=True)]
+        versions = [
+            np.concatenate([head.versions, rest[0].versions]) for head, rest in zip(first, results, strict=True)
+        ]
         assert all(len(v) == 60 and (np.diff(v) >= 0).all() for v in versions)
         assert {int(v[-1]) for v in versions} == ({0} if policy == "drain" else {1})
         assert all(int(v[0]) == 0 for v in versions)
@@ -320,9 +322,7 @@ def test_deadlines_are_answered_running_waiting_and_asleep() -> None:
         bench.engine._clock = lambda: now[0]
         await bench.engine.start(dummy=False)
         bench.engine._cycle._clock = lambda: now[0]  # type: ignore[union-attr]
-        running, waiting = (
-            bench.engine.submit(one) for one in ask(2, max_tokens=200, chunk_tokens=1, deadline_s=5.0)
-        )
+        running, waiting = (bench.engine.submit(one) for one in ask(2, max_tokens=200, chunk_tokens=1, deadline_s=5.0))
         await anext(running)
         now[0] = 6.0
         ended = [(await collect(stream))[0] for stream in (running, waiting)]

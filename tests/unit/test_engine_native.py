@@ -24,19 +24,19 @@ VOCAB, CONTEXT = 101, 512
 
 
 def tiny_config(family: str) -> transformers.PretrainedConfig:
-    shared = dict(
-        vocab_size=VOCAB,
-        hidden_size=48,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=CONTEXT,
-        initializer_range=0.25,  # wide, so that greedy choices are no near-ties
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=0,
-    )
+    shared = {
+        "vocab_size": VOCAB,
+        "hidden_size": 48,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": CONTEXT,
+        "initializer_range": 0.25,  # wide, so that greedy choices are no near-ties
+        "eos_token_id": None,
+        "bos_token_id": None,
+        "pad_token_id": 0,
+    }
     kinds = {
         "llama": lambda: transformers.LlamaConfig(**shared),
         "qwen2": lambda: transformers.Qwen2Config(**shared),
@@ -78,7 +78,9 @@ def no_failure(kind: str, **fields: object) -> None:
         print(kind, fields)
 
 
-def run(folder: Path, requests: list[Request], *, waves: int = 1, tokenizer=None, **config) -> list[tuple[Completion, ...]]:
+def run(
+    folder: Path, requests: list[Request], *, waves: int = 1, tokenizer=None, **config
+) -> list[tuple[Completion, ...]]:
     """All requests at once (or one wave after another) on a fresh engine; asserts that nothing leaks."""
     results, _ = run_with_stats(folder, requests, waves=waves, tokenizer=tokenizer, **config)
     return results
@@ -246,7 +248,7 @@ def test_interrupted_completions_go_on_as_if_nothing_had_happened(qwen3: Path) -
                 partials = await engine.interrupt(deadline_s=10)
                 interrupts += 1
                 rests = [(stream, await collect(stream)) for stream in streams]
-                for stream, rest in rests:
+                for _stream, rest in rests:
                     for part in rest:
                         if part.finish == "interrupted":
                             begun[part.request_id][part.index] = next(

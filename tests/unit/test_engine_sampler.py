@@ -65,7 +65,11 @@ def test_frequencies_match_the_exact_probabilities(params: dict) -> None:
     logits_V = np.random.default_rng(3).normal(size=vocab) * 1.5
     scaled = logits_V / params.get("temperature", 1.0)
     kept = keep_by_definition(
-        logits_V, params.get("temperature", 1.0), params.get("top_k", 0), params.get("top_p", 1.0), params.get("min_p", 0.0)
+        logits_V,
+        params.get("temperature", 1.0),
+        params.get("top_k", 0),
+        params.get("top_p", 1.0),
+        params.get("min_p", 0.0),
     )
     exact = np.zeros(vocab)
     exact[kept] = np.exp(scaled[kept]) / np.exp(scaled[kept]).sum()
