@@ -21,29 +21,29 @@ from gyre.models.heads import ScalarHead
 from gyre.trainer.chunk import Chunk, target_mask
 
 
-def hidden_states(decoder: Decoder, chunk: Chunk) -> Tensor:
-    """Run the decoder over a chunk; each sequence sees itself only."""
+def hidden_states(decoder: Decoder, chunk: Chunk, rows_N: Tensor | None = None) -> Tensor:
+    """Run the decoder over a chunk; each sequence sees itself only. With `rows_N`, hidden states of those tokens."""
 
     def attend(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         return varlen_attention(q_THD, k_TKD, v_TKD, chunk.layout)
 
-    return decoder.hidden(chunk.tokens_T, chunk.layout.positions_T, attend)
+    return decoder.hidden(chunk.tokens_T, chunk.layout.positions_T, attend, rows_N)
 
 
 def chunk_logprobs(decoder: Decoder, chunk: Chunk) -> tuple[Tensor, Tensor]:
     """Return (logprobs_N, entropy_N) of the chunk's targets."""
-    hidden_NE = hidden_states(decoder, chunk).index_select(0, chunk.rows_N)
+    hidden_NE = hidden_states(decoder, chunk, chunk.rows_N)
     return token_logprobs(hidden_NE, decoder.head_weight, chunk.targets_N, chunk.temperature_N, chunk.support)
 
 
 def chunk_values(decoder: Decoder, head: ScalarHead, chunk: Chunk) -> Tensor:
     """Return values_N: what the critic expects before each target is chosen."""
-    return head(hidden_states(decoder, chunk).index_select(0, chunk.rows_N))
+    return head(hidden_states(decoder, chunk, chunk.rows_N))
 
 
 def chunk_scores(decoder: Decoder, head: ScalarHead, chunk: Chunk) -> Tensor:
     """Return scores_S: the reward model's verdict at each sequence's last token."""
-    return head(hidden_states(decoder, chunk).index_select(0, chunk.last_row_S))
+    return head(hidden_states(decoder, chunk, chunk.last_row_S))
 
 
 def logprobs_of(

@@ -21,6 +21,7 @@ from gyre.core.seeds import derive_seed
 from gyre.data.examples import tokenizer_texts
 from gyre.engine.config import EngineConfig
 from gyre.engine.native import NativeEngine
+from gyre.kernels.allocator import keep_freed_memory
 from gyre.loop.evaluate import Rollouts
 from gyre.loop.ports import TextPort
 from gyre.models.decoder import Decoder
@@ -68,6 +69,8 @@ def make_machine(config: RunConfig) -> Machine:
     dtype = dtypes.get(config.run.dtype) or (torch.bfloat16 if has_fast_bf16(name) else torch.float32)
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
+    if name == "cpu":
+        keep_freed_memory()
     return Machine(device=torch.device(name), dtype=dtype, compute=ThreadPoolExecutor(1, thread_name_prefix="compute"))
 
 

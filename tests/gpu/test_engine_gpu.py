@@ -1,0 +1,119 @@
+"""The engine on a CUDA device: the same tokens as on the CPU, and KV pages that really leave the device."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from gyre.core.records import Request, Sampling
+from gyre.engine.config import EngineConfig
+from gyre.engine.native import NativeEngine
+from gyre.engine.streams import collect
+from gyre.models.config import ShapeConfig
+from gyre.models.decoder import Decoder
+from gyre.models.init import init_weights
+from gyre.models.spec import spec_from_shape
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+VOCAB = 200
+SHAPE = ShapeConfig(
+    family="qwen3",
+    hidden_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    mlp_size=96,
+    tied=True,
+    context_tokens=1024,
+)
+
+
+def make_engine(device: torch.device, dtype: torch.dtype, compute: ThreadPoolExecutor, **config) -> NativeEngine:
+    spec = spec_from_shape(SHAPE, vocab_size=VOCAB, bos_id=None, eos_ids=())
+    decoder = Decoder(spec, device=device, dtype=dtype)
+    init_weights(decoder, 0)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.mul_(8.0 if parameter.dim() > 1 else 1.0)  # peaked choices: rounding decides nothing
+    settings = {"num_pages": 600, "page_tokens": 8, "max_running": 16, "token_budget": 1024, **config}
+    return NativeEngine(
+        decoder,
+        EngineConfig(**settings),
+        compute=compute,
+        emit=lambda kind, **fields: None,
+        device=device,
+        dtype=dtype,
+    )
+
+
+def make_requests(**sampling) -> list[Request]:
+    generator = np.random.default_rng(0)
+    lengths = [5, 9, 30, 31, 64, 200, 333, 12]
+    rules = Sampling(**{"temperature": 0.0, "max_tokens": 24, **sampling})
+    return [
+        Request(request_id=f"r{i}", tokens=generator.integers(0, VOCAB, n).astype(np.int32), sampling=rules, seed=i)
+        for i, n in enumerate(lengths)
+    ]
+
+
+def run(device: str, requests: list[Request], dtype: torch.dtype = torch.float32, **config):
+    async def main():
+        with ThreadPoolExecutor(1) as compute:
+            engine = make_engine(torch.device(device), dtype, compute, **config)
+            await engine.start(dummy=False)
+            parts = await asyncio.gather(*[collect(engine.submit(request)) for request in requests])
+            assert engine._cycle is not None
+            engine._cycle.roster.check()
+            return parts, await engine.stats()
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 1.0, "n": 3}, {"temperature": 0.8, "top_p": 0.9, "top_k": 50}]
+)
+def test_the_same_tokens_as_on_the_cpu(sampling: dict) -> None:
+    requests = make_requests(**sampling)
+    on_cpu, _ = run("cpu", requests)
+    for config in ({}, {"token_budget": 64}, {"num_pages": 60, "prefix_cache": False}):
+        on_device, stats = run("cuda", requests, **config)
+        assert (stats.preemptions > 0) == ("num_pages" in config)
+        for ours, theirs in zip(on_device, on_cpu, strict=True):
+            for a, b in zip(ours, theirs, strict=True):
+                assert a.tokens.tolist() == b.tokens.tolist()
+                assert a.logprobs == pytest.approx(b.logprobs, abs=1e-3)
+                assert a.raw_logprobs == pytest.approx(b.raw_logprobs, abs=1e-3)
+                assert (a.support is None) == (b.support is None)
+
+
+def test_bfloat16_runs_and_its_logprobs_are_finite() -> None:
+    parts, stats = run("cuda", make_requests(temperature=1.0, n=4), torch.bfloat16)
+    assert stats.generated_tokens == 8 * 4 * 24
+    assert all(np.isfinite(part.logprobs).all() and part.finish == "length" for group in parts for part in group)
+
+
+def test_kv_pages_leave_the_device_and_come_back() -> None:
+    async def main() -> None:
+        with ThreadPoolExecutor(1) as compute:
+            engine = make_engine(torch.device("cuda"), torch.bfloat16, compute, num_pages=40_000)
+            await engine.start(dummy=False)
+            request = make_requests()[4]
+            before = (await collect(engine.submit(request)))[0].tokens.tolist()
+            (kv,) = engine.components()
+            held = torch.cuda.memory_allocated()
+            loop = asyncio.get_running_loop()
+            for tier in ("host", "none"):
+                await loop.run_in_executor(compute, lambda tier=tier: engine.move(["engine.kv"], tier))
+                assert held - torch.cuda.memory_allocated() >= kv.size_bytes
+                await loop.run_in_executor(compute, lambda: engine.move(["engine.kv"], "device"))
+                assert (await collect(engine.submit(request)))[0].tokens.tolist() == before
+
+    asyncio.run(main())
