@@ -25,6 +25,7 @@ from gyre.core.records import Request, Sampling
 from gyre.engine.config import EngineConfig
 from gyre.engine.native import NativeEngine
 from gyre.engine.streams import collect
+from gyre.kernels.allocator import keep_freed_memory
 from gyre.models.decoder import Decoder
 from gyre.models.init import init_weights
 from gyre.models.load import export_hub, load_hub
@@ -51,6 +52,7 @@ def main() -> None:
     options.add_argument("--temperature", type=float, default=1.0)
     options.add_argument("--peer-dtype", choices=tuple(DTYPES), default="bfloat16")
     args = options.parse_args()
+    keep_freed_memory()  # as wire does for every run
     threads = torch.get_num_threads()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -148,6 +150,7 @@ def run_peer(folder: Path, prompts: list[list[int]], args: Any, threads: int) ->
         "model": str(folder / "model"), "prompts_by_run": [shifted(prompts, run) for run in range(runs)],
         "warm_up": args.warm_up, "tokens": TOKENS, "temperature": args.temperature, "dtype": args.peer_dtype,
         "context_tokens": SPEC.context_tokens, "max_running": REQUESTS,
+        "answer": str(folder / "answer.json"),
     }  # fmt: skip
     path = folder / "peer.json"
     path.write_text(json.dumps(settings))
@@ -159,7 +162,7 @@ def run_peer(folder: Path, prompts: list[list[int]], args: Any, threads: int) ->
     )  # fmt: skip
     if ran.returncode != 0:
         raise SystemExit(f"the peer failed:\n{ran.stdout[-1500:]}\n{ran.stderr[-3000:]}")
-    answer = json.loads(ran.stdout.strip().splitlines()[-1])
+    answer = json.loads((folder / "answer.json").read_text())
     return {
         "name": f"vLLM CPU {answer['versions']['vllm']} ({args.peer_dtype})",
         "value": statistics.median(answer["tokens_per_s"]),

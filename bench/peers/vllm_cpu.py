@@ -1,5 +1,5 @@
-"""Peer of bench/engine_cpu.py: vLLM's CPU build on the same checkpoint and prompts. In: a JSON settings file. Out: one
-JSON line with tokens per second of each measured run. Runs in vLLM's own environment. Caller: bench/engine_cpu.py.
+"""Peer of bench/engine_cpu.py: vLLM's CPU build on the same checkpoint and prompts. In: a JSON settings file. Out: a
+JSON file with tokens per second of each measured run. Runs in vLLM's own environment. Caller: bench/engine_cpu.py.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def main() -> None:
         temperature=settings["temperature"], max_tokens=settings["tokens"], ignore_eos=True, detokenize=False
     )
     rates = [one_run(engine, prompts, sampling) for prompts in settings["prompts_by_run"]]
-    print(json.dumps({"tokens_per_s": rates[settings["warm_up"] :], "versions": versions()}))
+    answer = {"tokens_per_s": rates[settings["warm_up"] :], "versions": versions()}
+    Path(settings["answer"]).write_text(json.dumps(answer))  # stdout belongs to vLLM's logs, also after we end
 
 
 def one_run(engine: Any, prompts: list[list[int]], sampling: Any) -> float:

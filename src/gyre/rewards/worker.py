@@ -58,7 +58,10 @@ def nursery(control: socket.socket) -> NoReturn:
                 with contextlib.suppress(BrokenPipeError):  # the scorer is leaving
                     control.send(f"gone {name} {os.waitstatus_to_exitcode(status)}".encode())
                 continue
-            message, files, _, _ = socket.recv_fds(control, 4096, 1)
+            try:
+                message, files, _, _ = socket.recv_fds(control, 4096, 1)
+            except ConnectionResetError:  # the scorer went while news for it was on its way
+                message, files = b"", []
             if not message:
                 watch.end_descendants()
                 os._exit(0)

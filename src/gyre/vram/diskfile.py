@@ -46,8 +46,8 @@ class DiskFile:
 
     def remove(self) -> None:
         if self.data_path.parent.is_dir():
-            self.data_path.unlink(missing_ok=True)
-            self.manifest_path.unlink(missing_ok=True)
+            for path in (self.data_path, self.manifest_path, self.data_path.with_suffix(".part")):
+                path.unlink(missing_ok=True)
         self._manifest = None
 
     def write(self, segments: Sequence[Tensor]) -> None:

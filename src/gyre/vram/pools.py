@@ -49,6 +49,8 @@ class StoragePool:
         self._host: HostBuffer | None = None
         self._watched: list[weakref.ref] = []  # pages of every host buffer ever made here and not known to be dead
         self._file = DiskFile(folder, name) if folder is not None else None
+        if self._file is not None:
+            self._file.remove()  # what a killed process left: a new pool has nothing on disk
 
     @property
     def size_bytes(self) -> int:

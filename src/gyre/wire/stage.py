@@ -133,8 +133,11 @@ class Built:
             await self._trainer.close()
 
     def _disk_folder(self) -> Path | None:
+        """Inside the run's folder, or for a folder elsewhere a part of it that no other run touches."""
         name = self._config.memory.disk_folder
-        return self._folder / name if name else None
+        if not name:
+            return None
+        return Path(name) / self._folder.name if Path(name).is_absolute() else self._folder / name
 
     def _manager(self, trainer: NativeTrainer) -> MemoryManager:
         tenants = [trainer] if self._engine is None else [self._engine, trainer]
