@@ -75,12 +75,10 @@ def test_lifts_accuracy(name: str, policy: Path, tmp_path: Path) -> None:
 def test_variant_lifts_accuracy(variant: str, policy: Path, tmp_path: Path) -> None:
     result = train("arith_variants_cpu", tmp_path, f"objective.variant={variant}", model=policy)
     check_goal("arith_variants_cpu", result)
-    steps = events_of(Path(result["run"]), "step.done")
-    in_loss = VARIANTS[variant].get("kl_in", "loss") == "loss"
-    assert all(("kl_reference" in step["metrics"]) == in_loss for step in steps), "the config turns the KL on"
-    if in_loss:
-        kls = [step["metrics"]["kl_reference"] for step in steps]
-        assert abs(kls[0]) < 1e-6 < kls[-1], "the reference is where the stage began"
+    kls = [step["metrics"]["kl_reference"] for step in events_of(Path(result["run"]), "step.done")]
+    # The loss compares the trainer with itself; the reward has the log-probs that the engine sampled with.
+    rounding = 1e-6 if VARIANTS[variant].get("kl_in", "loss") == "loss" else 1e-2
+    assert abs(kls[0]) < rounding < kls[-1], "the config turns the KL on, and the stage begins at the reference"
 
 
 def test_reward_model_tells_right_from_wrong(reward_model: dict[str, Any]) -> None:
