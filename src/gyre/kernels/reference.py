@@ -59,3 +59,27 @@ def token_logprobs(
     logprobs_NV = logits_NV.log_softmax(-1)
     entropy_N = -(logprobs_NV.exp() * logprobs_NV.masked_fill(logprobs_NV.isinf(), 0.0)).sum(-1)
     return logprobs_NV.gather(-1, targets_N[:, None]).squeeze(-1), entropy_N.detach()
+
+
+def paged_attention(
+    q_THD: Tensor,
+    pages: Tensor,
+    table_RP: Tensor,
+    row_C: Sequence[int],
+    start_C: Sequence[int],
+    count_C: Sequence[int],
+) -> Tensor:
+    """Attend chunk by chunk: query i of a chunk stands at position start + i and sees the row's keys up to there.
+    `pages` is [page, 2, K, page_tokens, D]."""
+    outs, first = [], 0
+    group = q_THD.shape[1] // pages.shape[2]
+    for row, start, count in zip(row_C, start_C, count_C, strict=True):
+        q = q_THD[first : first + count]
+        first += count
+        held = pages[table_RP[row, : -(-(start + count) // pages.shape[3])].long()]
+        k, v = held.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, : start + count].repeat_interleave(group, dim=2)
+        scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
+        position = torch.arange(start, start + count, device=q.device)
+        hidden = torch.arange(start + count, device=q.device) > position[:, None]
+        outs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v))
+    return torch.cat(outs)

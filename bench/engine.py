@@ -1,0 +1,199 @@
+"""Offline generation on one GPU, against vLLM and the roofline. In: a CUDA device. Out: output tokens per second of the
+native engine on dummy weights, with the time by kernel. Run: python bench/engine.py --shape 0.6b [--record].
+
+The workload is nano-vllm's: 256 requests, prompts and outputs uniform 100 to 1,024 tokens, seed 0, temperature 0.6,
+no stop. The clock runs from the first submit to the last token, prefill included. Every run has prompts of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import statistics
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+
+from gyre.core.records import Request, Sampling
+from gyre.engine.config import EngineConfig
+from gyre.engine.native import NativeEngine
+from gyre.engine.streams import collect
+from gyre.models.decoder import Decoder
+from gyre.models.spec import ModelSpec
+from record import RECORDS, kept_peer, parser, say
+
+COPY_BYTES_PER_S, MATMUL_FLOPS = 4.28e12, 794e12  # measured on an H200
+COMMON = {
+    "family": "qwen3", "vocab_size": 151_936, "num_kv_heads": 8, "head_dim": 128, "context_tokens": 4096,
+    "rope_theta": 1e6, "norm_eps": 1e-6, "qkv_bias": False, "qk_norm": True, "eos_ids": (),
+}  # fmt: skip
+SHAPES = {
+    "0.6b": ModelSpec(hidden_size=1024, num_layers=28, num_heads=16, mlp_size=3072, tied=True, **COMMON),
+    "8b": ModelSpec(hidden_size=4096, num_layers=36, num_heads=32, mlp_size=12_288, tied=False, **COMMON),
+}  # fmt: skip
+REQUESTS, SHORTEST, LONGEST = 256, 100, 1024
+
+
+def main() -> None:
+    options = parser(__doc__ or "")
+    options.add_argument("--shape", choices=tuple(SHAPES), default="0.6b")
+    options.add_argument("--runs", type=int, default=3, help="measured runs after one that is not; the median counts")
+    options.add_argument("--token-budget", type=int, default=16_384)
+    options.add_argument("--profile", action="store_true", help="one more run under the profiler: time by kernel")
+    args = options.parse_args()
+    spec = SHAPES[args.shape]
+    rates, detail = asyncio.run(measure(spec, args))
+    name = f"engine_{args.shape.replace('.', '_')}"
+    say(
+        args,
+        name=name,
+        unit="tokens/s",
+        ours=statistics.median(rates),
+        peer=kept_peer(name) or peer_record(args.shape),
+        limit=roofline(spec, *workload(0)),
+        settings={
+            "requests": REQUESTS, "tokens": f"{SHORTEST}-{LONGEST} in and out", "temperature": 0.6, "dtype": "bfloat16",
+            "token_budget": args.token_budget, "device": torch.cuda.get_device_name(), "triton": triton_version(),
+        },
+        detail={"tokens_per_s_by_run": [round(rate) for rate in rates], **detail},
+    )  # fmt: skip
+
+
+def peer_record(shape: str) -> dict[str, Any] | None:
+    """The peer's own record, from the same kind of machine."""
+    path = RECORDS / "peer_vllm.json"
+    if not path.is_file():
+        return None
+    record = json.loads(path.read_text())
+    found = record["shapes"].get(shape)
+    return None if found is None else {"name": f"vLLM {record['version']}", "kept_from": record["date"], **found}
+
+
+def workload(run: int) -> tuple[list[list[int]], list[int]]:
+    """Return prompts and output lengths. Lengths are the same in every run, tokens are shifted."""
+    draw = random.Random(0)
+    prompts = [[draw.randint(0, 10_000) for _ in range(draw.randint(SHORTEST, LONGEST))] for _ in range(REQUESTS)]
+    outputs = [draw.randint(SHORTEST, LONGEST) for _ in range(REQUESTS)]
+    return [[token + run for token in prompt] for prompt in prompts], outputs
+
+
+def fill_dummy(decoder: Decoder) -> None:
+    """Random weights, made on the device."""
+    generator = torch.Generator(device=decoder.device).manual_seed(0)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(0.0, 0.02, generator=generator)
+
+
+async def measure(spec: ModelSpec, args: Any) -> tuple[list[float], dict[str, Any]]:
+    begun_s = time.perf_counter()
+    device = torch.device("cuda")
+    decoder = Decoder(spec, device=device, dtype=torch.bfloat16)
+    fill_dummy(decoder)
+    torch.cuda.synchronize()
+    made_s = time.perf_counter()
+    events: dict[str, int] = {}
+
+    def emit(kind: str, **fields: Any) -> None:
+        events[kind] = events.get(kind, 0) + 1
+
+    config = EngineConfig(
+        page_tokens=64, kv_fraction=0.85, max_running=REQUESTS, token_budget=args.token_budget, prefix_cache=False
+    )
+    with ThreadPoolExecutor(1) as compute:
+        engine = NativeEngine(decoder, config, compute=compute, emit=emit, device=device, dtype=torch.bfloat16)
+        await engine.start(dummy=False)
+        await generate(engine, [[1, 2, 3]], [1], "first")
+        first_s = time.perf_counter()
+        rates = [await one_run(engine, run) for run in range(args.runs + 1)][1:]
+        detail = {
+            "start_to_first_token_s": round(first_s - begun_s, 2),
+            "of_that_weights_s": round(made_s - begun_s, 2),
+            "stats": vars_of(await engine.stats()),
+            "events": events,
+            "device_bytes": torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0],
+        }
+        if args.profile:
+            detail["profile"] = await profile(engine, args.runs + 1)
+        await engine.terminate()
+    return rates, detail
+
+
+async def one_run(engine: NativeEngine, run: int) -> float:
+    prompts, outputs = workload(run)
+    begun_s = time.perf_counter()
+    await generate(engine, prompts, outputs, str(run))
+    return sum(outputs) / (time.perf_counter() - begun_s)
+
+
+async def generate(engine: NativeEngine, prompts: list[list[int]], outputs: list[int], name: str) -> None:
+    streams = [
+        engine.submit(
+            Request(
+                request_id=f"{name}.{index}",
+                tokens=np.asarray(prompt, np.int32),
+                sampling=Sampling(temperature=0.6, max_tokens=count, ignore_eos=True),
+                seed=index,
+                chunk_tokens=0,
+            )
+        )
+        for index, (prompt, count) in enumerate(zip(prompts, outputs, strict=True))
+    ]
+    answers = [part for stream in streams for part in await collect(stream)]
+    got = [len(answer.tokens) for answer in answers]
+    assert got == outputs, [answer.reason for answer in answers if answer.reason][:3]
+
+
+async def profile(engine: NativeEngine, run: int) -> dict[str, Any]:
+    """Seconds by kernel over one run, and how long the device had none to run."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        begun_s = time.perf_counter()
+        await one_run(engine, run)
+        torch.cuda.synchronize()
+        wall_s = time.perf_counter() - begun_s
+    kernels = [
+        (event.key, event.self_device_time_total / 1e6, event.count)
+        for event in profiler.key_averages()
+        if event.self_device_time_total > 0
+    ]
+    kernels.sort(key=lambda kernel: -kernel[1])
+    busy_s = sum(seconds for _, seconds, _ in kernels)
+    return {
+        "wall_s": round(wall_s, 3),
+        "kernels_s": round(busy_s, 3),
+        "by_kernel": {name[:60]: [round(seconds, 3), count] for name, seconds, count in kernels[:24]},
+    }
+
+
+def vars_of(record: Any) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in record.__slots__}
+
+
+def triton_version() -> str:
+    import triton
+
+    return triton.__version__
+
+
+def roofline(spec: ModelSpec, prompts: list[list[int]], outputs: list[int]) -> float:
+    """Tokens per second if decoding were one read of weights and of every sequence's KV per step, at the speed of a
+    copy, and prefill were its products at the speed of the largest ones."""
+    steps = max(outputs)
+    kv_tokens = sum(
+        len(prompt) * count + count * (count + 1) // 2 for prompt, count in zip(prompts, outputs, strict=True)
+    )
+    weights = spec.weight_bytes(torch.bfloat16)
+    read_bytes = kv_tokens * spec.kv_bytes_per_token(torch.bfloat16) + steps * weights
+    flops = 2 * sum(map(len, prompts)) * (weights / 2)
+    return sum(outputs) / (read_bytes / COPY_BYTES_PER_S + flops / MATMUL_FLOPS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""How a step's attention is cut for the GPU kernels. In: positions and chunks. Out: work lists. Pure (numpy). Caller:
+gpu_runner.
+"""
+
+# B decoding rows, C chunks, I items of a work list
+
+from __future__ import annotations
+
+import numpy as np
+
+NUMBER_BITS = 16  # low bits of an item hold the piece or tile, high bits the sequence or chunk
+
+
+def cut_pieces(length_B: np.ndarray, piece_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """Cut each sequence's keys into pieces of a fixed size. Returns first_B, where a sequence's pieces lie in the
+    scratch, and item_I, the longest pieces first, so that programs which take items in turn finish together."""
+    pieces_B = -(-length_B // piece_tokens)
+    first_B = np.cumsum(pieces_B) - pieces_B
+    place_I = np.repeat(np.arange(len(length_B)), pieces_B)
+    piece_I = np.arange(len(place_I)) - first_B[place_I]
+    tokens_I = np.minimum(length_B[place_I] - piece_I * piece_tokens, piece_tokens)
+    order_I = np.argsort(-tokens_I, kind="stable")
+    return first_B, (place_I << NUMBER_BITS | piece_I)[order_I]
+
+
+def cut_tiles(start_C: np.ndarray, count_C: np.ndarray, tile_queries: int) -> np.ndarray:
+    """Cut each chunk into tiles of queries. Returns item_I, those that look back furthest first."""
+    tiles_C = -(-count_C // tile_queries)
+    chunk_I = np.repeat(np.arange(len(count_C)), tiles_C)
+    tile_I = np.arange(len(chunk_I)) - (np.cumsum(tiles_C) - tiles_C)[chunk_I]
+    order_I = np.argsort(-(start_C[chunk_I] + tile_I * tile_queries), kind="stable")
+    return (chunk_I << NUMBER_BITS | tile_I)[order_I]
+
+
+def plan_graph_batches(max_running: int) -> tuple[int, ...]:
+    """Batch sizes to capture: few, and close enough that padding costs little. The largest is max_running."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, 4097, 128)]
+    return (*(size for size in sizes if size < max_running), max_running)

@@ -1,0 +1,167 @@
+"""Decode attention over KV pages in Triton: one query per sequence, split over its keys. In: queries, a layer's pages,
+the block table, a work list. Out: attended heads. Caller: engine.gpu. Oracle: kernels.reference.paged_attention.
+
+The keys of a sequence are cut into pieces of a fixed size, so that what is added in which order depends on the sequence
+alone (flash-decoding, Dao et al. 2023, with a fixed piece instead of a fixed count). The host lists the pieces; a fixed
+number of programs walks the list, so that one CUDA graph serves any lengths. A sequence of one piece is done at once;
+those of more are joined by a second kernel.
+"""
+
+# B sequences, H heads, K kv heads, G = H / K, D head dim, I pieces of the work list, R rows of the table, P pages each
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE_TOKENS = 64  # keys of a round; with 2 warps and 3 stages, 3 programs fit on a multiprocessor
+PROGRAMS_PER_SM = 3
+PIECE_BITS = 16  # of a work item's number; the rest is the sequence's place
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DecodeWork:
+    """Where the sequences lie and how they are cut. Device tensors with fixed addresses; all int32."""
+
+    row_B: Tensor  # row of the block table
+    position_B: Tensor  # position of the query, whose own key is in the pages; -1: padding, answered with zeros
+    first_B: Tensor  # where the sequence's pieces lie in the scratch
+    item_I: Tensor  # place << PIECE_BITS | piece, in any order; the longest first balance best
+    count_1: Tensor  # items
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DecodeScratch:
+    """What the pieces leave for the second kernel."""
+
+    out_IHD: Tensor  # float32
+    weight_IH: Tensor  # float32, log2 of the piece's softmax sum
+
+    @staticmethod
+    def make(num_items: int, num_heads: int, head_dim: int, device: torch.device) -> DecodeScratch:
+        assert num_items * num_heads * head_dim < 2**31, "offsets within the scratch are 32-bit"
+        return DecodeScratch(
+            out_IHD=torch.empty(num_items, num_heads, head_dim, device=device, dtype=torch.float32),
+            weight_IH=torch.empty(num_items, num_heads, device=device, dtype=torch.float32),
+        )
+
+
+def decode_attention(
+    q_BHD: Tensor,
+    pages: Tensor,
+    table_RP: Tensor,
+    work: DecodeWork,
+    scratch: DecodeScratch,
+    out_BHD: Tensor,
+    *,
+    piece_tokens: int,
+    num_programs: int,
+) -> None:
+    """Write attended heads to `out_BHD`. `pages` is [page, 2, K, page_tokens, D]; the last two axes of `q_BHD` are
+    contiguous. `piece_tokens` is a multiple of page_tokens."""
+    batch, num_heads, head_dim = q_BHD.shape
+    num_kv, page_tokens = pages.shape[2], pages.shape[3]
+    assert piece_tokens % page_tokens == 0 and q_BHD.stride(1) == head_dim and out_BHD.is_contiguous()
+    group = num_heads // num_kv
+    shape = {"K": num_kv, "G": group, "D": head_dim, "PIECE": piece_tokens, "PIECE_BITS": PIECE_BITS}
+    tile = min(page_tokens, TILE_TOKENS)
+    _attend_pieces[(num_programs,)](
+        q_BHD, pages, out_BHD, scratch.out_IHD, scratch.weight_IH,
+        work.row_B, work.position_B, work.first_B, work.item_I, work.count_1, table_RP,
+        q_BHD.stride(0), table_RP.stride(0), LOG2_E / head_dim**0.5,
+        PAGE=page_tokens, TILE=tile, GP=max(16, triton.next_power_of_2(group)), **shape,
+        num_warps=2, num_stages=3,
+    )  # fmt: skip
+    _join_pieces[(batch, num_kv)](
+        out_BHD, scratch.out_IHD, scratch.weight_IH, work.position_B, work.first_B,
+        K=num_kv, G=group, D=head_dim, PIECE=piece_tokens, GP=triton.next_power_of_2(group), num_warps=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _attend_pieces(
+    q_ptr, pages_ptr, out_ptr, part_ptr, weight_ptr, row_ptr, position_ptr, first_ptr, item_ptr, count_ptr, table_ptr,
+    q_stride, table_stride, scale_log2,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PIECE: tl.constexpr, PIECE_BITS: tl.constexpr,
+    PAGE: tl.constexpr, TILE: tl.constexpr, GP: tl.constexpr,
+):  # fmt: skip
+    offs_g, offs_d, offs_t = tl.arange(0, GP), tl.arange(0, D), tl.arange(0, TILE)
+    total = tl.load(count_ptr) * K
+    for work in range(tl.program_id(0), total, tl.num_programs(0)):
+        item, head = work // K, work % K
+        packed = tl.load(item_ptr + item)
+        place, piece = packed >> PIECE_BITS, packed & ((1 << PIECE_BITS) - 1)
+        length = tl.load(position_ptr + place) + 1
+        table_row = table_ptr + tl.load(row_ptr + place).to(tl.int64) * table_stride
+        in_group = offs_g < G
+        q_offs = place.to(tl.int64) * q_stride + (head * G + offs_g[:, None]) * D + offs_d[None, :]
+        q = tl.load(q_ptr + q_offs, mask=in_group[:, None], other=0.0)
+        best = tl.full([GP], float("-inf"), tl.float32)
+        total_w = tl.zeros([GP], tl.float32)
+        acc = tl.zeros([GP, D], tl.float32)
+        begin = piece * PIECE
+        end = tl.minimum(begin + PIECE, length)
+        for start in tl.range(begin, end, TILE):
+            page = tl.load(table_row + start // PAGE).to(tl.int64)
+            base = ((page * 2 * K + head) * PAGE + start % PAGE) * D
+            tile_offs = base + offs_t[:, None] * D + offs_d[None, :]
+            k = tl.load(pages_ptr + tile_offs)
+            v = tl.load(pages_ptr + tile_offs + K * PAGE * D)
+            scores = tl.dot(q, tl.trans(k)) * scale_log2
+            scores = tl.where((start + offs_t < end)[None, :], scores, float("-inf"))
+            new_best = tl.maximum(best, tl.max(scores, 1))
+            shrink = tl.exp2(best - new_best)
+            weights = tl.exp2(scores - new_best[:, None])
+            total_w = total_w * shrink + tl.sum(weights, 1)
+            acc = acc * shrink[:, None]
+            acc = tl.dot(weights.to(v.dtype), v, acc)
+            best = new_best
+        acc = acc / total_w[:, None]
+        out_offs = (head * G + offs_g[:, None]) * D + offs_d[None, :]
+        if length <= PIECE:
+            tl.store(
+                out_ptr + place.to(tl.int64) * (K * G * D) + out_offs,
+                acc.to(out_ptr.dtype.element_ty),
+                mask=in_group[:, None],
+            )
+        else:
+            part = tl.load(first_ptr + place) + piece
+            tl.store(part_ptr + part * (K * G * D) + out_offs, acc, mask=in_group[:, None])
+            tl.store(weight_ptr + part * (K * G) + head * G + offs_g, best + tl.log2(total_w), mask=in_group)
+
+
+@triton.jit
+def _join_pieces(
+    out_ptr, part_ptr, weight_ptr, position_ptr, first_ptr,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PIECE: tl.constexpr, GP: tl.constexpr,
+):  # fmt: skip
+    place, head = tl.program_id(0), tl.program_id(1)
+    length = tl.load(position_ptr + place) + 1
+    offs_g, offs_d = tl.arange(0, GP), tl.arange(0, D)
+    in_group = offs_g < G
+    heads = head * G + offs_g
+    out_offs = place.to(tl.int64) * (K * G * D) + heads[:, None] * D + offs_d[None, :]
+    if length <= 0:
+        tl.store(out_ptr + out_offs, tl.zeros([GP, D], out_ptr.dtype.element_ty), mask=in_group[:, None])
+    if length > PIECE:
+        first = tl.load(first_ptr + place)
+        best = tl.full([GP], float("-inf"), tl.float32)
+        total_w = tl.zeros([GP], tl.float32)
+        acc = tl.zeros([GP, D], tl.float32)
+        for item in range(first, first + tl.cdiv(length, PIECE)):
+            weight = tl.load(weight_ptr + item * (K * G) + heads, mask=in_group, other=0.0)
+            part = tl.load(
+                part_ptr + item * (K * G * D) + heads[:, None] * D + offs_d[None, :],
+                mask=in_group[:, None], other=0.0,
+            )  # fmt: skip
+            new_best = tl.maximum(best, weight)
+            shrink, grow = tl.exp2(best - new_best), tl.exp2(weight - new_best)
+            total_w = total_w * shrink + grow
+            acc = acc * shrink[:, None] + part * grow[:, None]
+            best = new_best
+        tl.store(out_ptr + out_offs, (acc / total_w[:, None]).to(out_ptr.dtype.element_ty), mask=in_group[:, None])

@@ -1,0 +1,126 @@
+"""Sampling without truncation in Triton: one token per row by inverse CDF, read from the logits once. In: logits,
+inverse temperatures, uniforms. Out: tokens and their log-probs, plain and after temperature. Caller: engine.gpu.
+Oracle: engine.sampler.choose.
+
+Blocks of the vocabulary leave their maximum and their sums of exponentials; then one program per row finds the block
+in float64 and the token within it. Blocks are fixed, so a row's token does not depend on the rows beside it.
+"""
+
+# N rows of logits, R rows of the engine, V vocabulary, S blocks of the vocabulary
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK_TOKENS = 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SampleScratch:
+    """What the blocks leave."""
+
+    best_NS: Tensor  # float32
+    where_NS: Tensor  # int32, the first best token
+    sum_NS: Tensor  # float32, after temperature
+    raw_sum_NS: Tensor  # float32
+
+    @staticmethod
+    def make(num_rows: int, vocab_size: int, device: torch.device) -> SampleScratch:
+        shape = (num_rows, triton.cdiv(vocab_size, BLOCK_TOKENS))
+        best, total, raw = (torch.empty(shape, device=device, dtype=torch.float32) for _ in range(3))
+        where = torch.empty(shape, device=device, dtype=torch.int32)
+        return SampleScratch(best_NS=best, where_NS=where, sum_NS=total, raw_sum_NS=raw)
+
+
+def sample(
+    logits_NV: Tensor,
+    inverse_temperature_N: Tensor,
+    uniform_N: Tensor,
+    scratch: SampleScratch,
+    row_N: Tensor,
+    last_R: Tensor,
+    token_N: Tensor,
+    logprobs_2N: Tensor,
+) -> None:
+    """Write tokens (int32), also to their rows in `last_R`, and log-probs (float32; after temperature, then plain). An
+    inverse temperature of 0 means greedy: the first best token, with log-prob 0. A row with a logit that is not
+    finite gets a NaN plain log-prob."""
+    num_rows, vocab_size = logits_NV.shape
+    blocks = triton.cdiv(vocab_size, BLOCK_TOKENS)
+    assert logits_NV.is_contiguous()
+    _scan_blocks[(num_rows, blocks)](
+        logits_NV, inverse_temperature_N, scratch.best_NS, scratch.where_NS, scratch.sum_NS, scratch.raw_sum_NS,
+        V=vocab_size, S=blocks, BLOCK=BLOCK_TOKENS, num_warps=4,
+    )  # fmt: skip
+    _choose[(num_rows,)](
+        logits_NV, inverse_temperature_N, uniform_N,
+        scratch.best_NS, scratch.where_NS, scratch.sum_NS, scratch.raw_sum_NS,
+        row_N, last_R, token_N, logprobs_2N, logprobs_2N.stride(0),
+        V=vocab_size, S=blocks, SP=triton.next_power_of_2(blocks), BLOCK=BLOCK_TOKENS, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _scan_blocks(
+    logits_ptr, inverse_ptr, best_ptr, where_ptr, sum_ptr, raw_ptr,
+    V: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    offs = block * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits_ptr + row * V + offs, mask=offs < V, other=float("-inf")).to(tl.float32)
+    best, where = tl.max(x, 0, return_indices=True)
+    inverse = tl.load(inverse_ptr + row)
+    below = x - best
+    tl.store(best_ptr + row * S + block, best)
+    tl.store(where_ptr + row * S + block, where + block * BLOCK)
+    tl.store(sum_ptr + row * S + block, tl.sum(tl.exp(below * inverse), 0))
+    tl.store(raw_ptr + row * S + block, tl.sum(tl.exp(below), 0))
+
+
+@triton.jit
+def _choose(
+    logits_ptr, inverse_ptr, uniform_ptr, best_ptr, where_ptr, sum_ptr, raw_ptr, row_ptr, last_ptr, token_ptr,
+    logprob_ptr, logprob_stride, V: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    offs_s = tl.arange(0, SP)
+    inside = offs_s < S
+    inverse = tl.load(inverse_ptr + row)
+    best_s = tl.load(best_ptr + row * S + offs_s, mask=inside, other=float("-inf"))
+    best, _ = tl.max(best_s, 0, return_indices=True)
+    below_s = tl.where(inside, best_s - best, -1e30)
+    raw_total = tl.sum(tl.load(raw_ptr + row * S + offs_s, mask=inside, other=0.0) * tl.exp(below_s), 0)
+    if inverse == 0.0:
+        first_s = tl.where(best_s == best, offs_s, SP)
+        block = tl.minimum(tl.min(first_s, 0), S - 1)
+        token = tl.load(where_ptr + row * S + block)
+        logprob = 0.0
+    else:
+        mass_s = tl.load(sum_ptr + row * S + offs_s, mask=inside, other=0.0) * tl.exp(below_s * inverse)
+        mass_s = mass_s.to(tl.float64)
+        sums_s = tl.cumsum(mass_s, 0)
+        total = tl.sum(mass_s, 0)
+        target = tl.load(uniform_ptr + row) * total
+        last = tl.max(tl.where(mass_s > 0, offs_s, 0), 0)
+        block = tl.minimum(tl.sum((sums_s <= target).to(tl.int32), 0), last)
+        before = tl.sum(tl.where(offs_s < block, mass_s, 0.0), 0)
+        block_best = tl.max(tl.where(offs_s == block, best_s, float("-inf")), 0)
+        rest = ((target - before) / tl.exp((block_best - best) * inverse).to(tl.float64)).to(tl.float32)
+        offs = tl.arange(0, BLOCK)
+        x = tl.load(logits_ptr + row * V + block * BLOCK + offs, mask=block * BLOCK + offs < V, other=float("-inf"))
+        weights = tl.exp((x.to(tl.float32) - block_best) * inverse)
+        last = tl.max(tl.where(weights > 0, offs, 0), 0)
+        inner = tl.minimum(tl.sum((tl.cumsum(weights, 0) <= rest).to(tl.int32), 0), last)
+        token = block * BLOCK + inner
+        chosen = tl.load(logits_ptr + row * V + token).to(tl.float32)
+        logprob = (chosen - best) * inverse - tl.log(total).to(tl.float32)
+    chosen = tl.load(logits_ptr + row * V + token).to(tl.float32)
+    tl.store(token_ptr + row, token)
+    tl.store(last_ptr + tl.load(row_ptr + row), token)
+    tl.store(logprob_ptr + row, logprob)
+    tl.store(logprob_ptr + logprob_stride + row, chosen - best - tl.log(raw_total))
