@@ -39,9 +39,13 @@ class KvPool:
     ) -> None:
         shape = (num_layers, num_pages + 1, 2, num_kv_heads, page_tokens, head_dim)
         self.tensor = torch.zeros(shape, device=device, dtype=dtype)
-        self.num_kv_heads, self.page_tokens = num_kv_heads, page_tokens
+        self.num_pages, self.num_kv_heads, self.page_tokens = num_pages, num_kv_heads, page_tokens
         self._slots = [layer.view(-1, head_dim) for layer in self.tensor]  # rows that take writes
         self._planes = [layer.view(-1, page_tokens * head_dim) for layer in self.tensor]  # rows that are gathered
+
+    def layer(self, index: int) -> Tensor:
+        """Return a layer's pages, [page, 2, K, page_tokens, D]."""
+        return self.tensor[index]
 
     def write(self, layer: int, k_TKD: Tensor, v_TKD: Tensor, write_2TK: Tensor) -> None:
         self._slots[layer].index_put_((write_2TK[0],), k_TKD)

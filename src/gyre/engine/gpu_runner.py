@@ -21,7 +21,9 @@ from gyre.engine.gpu_forward import FusedForward
 from gyre.engine.gpu_layout import cut_pieces, cut_tiles, plan_graph_batches
 from gyre.engine.gpu_state import DeviceRows, Staging
 from gyre.engine.rows import Rows
-from gyre.engine.runner import Flight, RuleBook
+from gyre.engine.rulebook import RuleBook
+from gyre.engine.runner import Flight, TorchFlight
+from gyre.engine.sampler import choose
 from gyre.engine.scheduler import Step
 from gyre.engine.settle import Sampled
 from gyre.kernels.gpu.decode_attention import PROGRAMS_PER_SM, DecodeScratch, DecodeWork, decode_attention

@@ -92,13 +92,18 @@ def _attend_pieces(
 ):  # fmt: skip
     offs_g, offs_d, offs_t = tl.arange(0, GP), tl.arange(0, D), tl.arange(0, TILE)
     total = tl.load(count_ptr) * K
-    for work in range(tl.program_id(0), total, tl.num_programs(0)):
+    programs = tl.num_programs(0)
+    for round_ in range(0, tl.cdiv(total, programs)):
+        # Items come longest first; taking them to and fro evens out what each program gets.
+        turn = tl.program_id(0) if round_ % 2 == 0 else programs - 1 - tl.program_id(0)
+        is_real = round_ * programs + turn < total
+        work = tl.minimum(round_ * programs + turn, total - 1)
         item, head = work // K, work % K
         packed = tl.load(item_ptr + item)
         place, piece = packed >> PIECE_BITS, packed & ((1 << PIECE_BITS) - 1)
         length = tl.load(position_ptr + place) + 1
         table_row = table_ptr + tl.load(row_ptr + place).to(tl.int64) * table_stride
-        in_group = offs_g < G
+        in_group = (offs_g < G) & is_real
         q_offs = place.to(tl.int64) * q_stride + (head * G + offs_g[:, None]) * D + offs_d[None, :]
         q = tl.load(q_ptr + q_offs, mask=in_group[:, None], other=0.0)
         best = tl.full([GP], float("-inf"), tl.float32)
@@ -106,6 +111,7 @@ def _attend_pieces(
         acc = tl.zeros([GP, D], tl.float32)
         begin = piece * PIECE
         end = tl.minimum(begin + PIECE, length)
+        end = tl.where(is_real, end, begin)
         for start in tl.range(begin, end, TILE):
             page = tl.load(table_row + start // PAGE).to(tl.int64)
             base = ((page * 2 * K + head) * PAGE + start % PAGE) * D
