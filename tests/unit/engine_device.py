@@ -15,7 +15,6 @@ from gyre.engine.scheduler import Step
 from gyre.engine.settle import Sampled
 
 PAGE_TOKENS, VOCAB, STOP = 4, 5, 4
-UNKNOWN = -7  # what the host's memory holds where a value has not arrived
 
 Content = tuple[str, int, int, int]  # tenant salt, token, position, version
 
@@ -109,7 +108,7 @@ class FakeDevice:
             assert len(past[source]) == at == rows.length_R[row]
             assert rows.tenure_R[row] == step.sample_tenures[step.sample_rows.tolist().index(row)] > 0
             self.last_token[int(row)] = token
-            rows.tokens_RW[row, at] = UNKNOWN  # nobody may use it before it is booked
+            rows.tokens_RW[row, at] = (token + 1) % VOCAB  # plausible and wrong: nobody may use it before it is booked
         zeros = np.zeros(len(tokens), np.float32)
         return Sampled(tokens=np.asarray(tokens, np.int32), logprobs=zeros, raw_logprobs=zeros, supports={})
 
