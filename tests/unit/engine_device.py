@@ -108,7 +108,7 @@ class FakeDevice:
             assert len(past[source]) == at == rows.length_R[row]
             assert rows.tenure_R[row] == step.sample_tenures[step.sample_rows.tolist().index(row)] > 0
             self.last_token[int(row)] = token
-            rows.tokens_RW[row, at] = (token + 1) % VOCAB  # plausible and wrong: nobody may use it before it is booked
+            rows.tokens_RW[row, at] = rows.tokens_RW[row, at - 1]  # plausible garbage: nobody may use it yet
         zeros = np.zeros(len(tokens), np.float32)
         return Sampled(tokens=np.asarray(tokens, np.int32), logprobs=zeros, raw_logprobs=zeros, supports={})
 
