@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 
-from gyre.core.records import Completion, Partial, Request, Sampling
+from gyre.core.records import Completion, Partial, Request, Sampling, Support, TokenChunk
 from gyre.engine.config import EngineConfig
 from gyre.engine.native import NativeEngine
 from gyre.engine.streams import collect
@@ -223,7 +223,30 @@ def test_logprobs_match_a_float64_pass(hub_folder: Path, sampling: dict) -> None
             assert (part.versions == 3).all()
 
 
-def test_interrupted_completions_go_on_as_if_nothing_had_happened(qwen3: Path) -> None:
+def go_on(had: Partial | None, part: Completion | TokenChunk) -> Partial:
+    """Join what a completion had and what came out after it."""
+    assert part.support is not None
+    offsets, ids = part.support.offsets, part.support.ids
+    columns = [getattr(part, name) for name in ("tokens", "logprobs", "raw_logprobs", "versions")]
+    if had is not None:
+        assert had.support is not None
+        offsets = np.concatenate([had.support.offsets, had.support.offsets[-1] + offsets[1:]])
+        ids = np.concatenate([had.support.ids, ids])
+        before = (had.tokens, had.logprobs, had.raw_logprobs, had.versions)
+        columns = [np.concatenate(pair) for pair in zip(before, columns, strict=True)]
+    tokens, logprobs, raw, versions = columns
+    return Partial(
+        index=part.index,
+        tokens=tokens,
+        logprobs=logprobs,
+        raw_logprobs=raw,
+        versions=versions,
+        support=Support(offsets=offsets, ids=ids),
+    )
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_interrupted_completions_go_on_as_if_nothing_had_happened(qwen3: Path, overlap: bool) -> None:
     """Interrupt again and again, and go on each time from what came back, until everything is whole."""
     _, decoder = load_hub(qwen3, device=CPU, dtype=torch.float32)
     rules = {"temperature": 0.9, "top_p": 0.95, "n": 2, "max_tokens": 40}
@@ -233,7 +256,9 @@ def test_interrupted_completions_go_on_as_if_nothing_had_happened(qwen3: Path) -
 
     async def main() -> int:
         with ThreadPoolExecutor(1) as compute:
-            config = EngineConfig(num_pages=300, page_tokens=8, max_running=6, token_budget=64, burst_steps=1)
+            config = EngineConfig(
+                num_pages=300, page_tokens=8, max_running=6, token_budget=64, burst_steps=1, overlap=overlap
+            )
             engine = NativeEngine(
                 decoder, config, compute=compute, emit=no_failure, device=CPU, dtype=torch.float32, version=3
             )
@@ -244,17 +269,19 @@ def test_interrupted_completions_go_on_as_if_nothing_had_happened(qwen3: Path) -
                     engine.submit(replace(request, partials=tuple(begun[request.request_id].values())))
                     for request in requests
                 ]
-                await anext(streams[0])
+                first = await anext(streams[0])
                 partials = await engine.interrupt(deadline_s=10)
                 interrupts += 1
-                rests = [(stream, await collect(stream)) for stream in streams]
-                for _stream, rest in rests:
-                    for part in rest:
-                        if part.finish == "interrupted":
-                            begun[part.request_id][part.index] = next(
-                                partial for partial in partials[part.request_id] if partial.index == part.index
-                            )
-                if all(part.finish == "length" for _, rest in rests for part in rest):
+                rests = [await collect(stream) for stream in streams]
+                for part in (first, *(part for rest in rests for part in rest)):
+                    had = begun[part.request_id]
+                    had[part.index] = go_on(had.get(part.index), part)
+                    if part.finish == "interrupted":
+                        (given,) = (given for given in partials[part.request_id] if given.index == part.index)
+                        assert given.tokens.tolist() == had[part.index].tokens.tolist()
+                        assert given.support is not None and had[part.index].support is not None
+                        assert given.support.ids.tolist() == had[part.index].support.ids.tolist()
+                if all(part.finish == "length" for rest in rests for part in rest):
                     assert not partials
                     return interrupts
                 assert engine._cycle is not None
@@ -265,10 +292,29 @@ def test_interrupted_completions_go_on_as_if_nothing_had_happened(qwen3: Path) -
         for part in parts:
             had = begun[part.request_id][part.index]
             count = len(had.tokens)
-            assert 0 < count < 40 and had.tokens.tolist() == part.tokens[:count].tolist()
+            assert count == 40 and had.tokens.tolist() == part.tokens[:count].tolist()
             assert had.logprobs == pytest.approx(part.logprobs[:count], abs=1e-5)
             assert had.support is not None and part.support is not None
             assert had.support.offsets.tolist() == part.support.offsets[: count + 1].tolist()
+
+
+@pytest.mark.parametrize("rules", [{}, {"temperature": 0.9, "top_p": 0.9, "n": 3}])
+def test_overlap_changes_no_token(qwen3: Path, rules: dict) -> None:
+    """The same steps, booked one launch later. Stops come at different lengths, so surplus is dropped all the time."""
+
+    class Ends(Bytes):
+        eos_ids = (7, 11, 23, 60)
+
+    requests = make_requests(14, max_tokens=40, **rules)
+    for config in ({}, {"token_budget": 20, "num_pages": 24, "max_running": 6, "prefix_cache": False}):
+        plain = run(qwen3, requests, tokenizer=Ends(), overlap=False, **config)
+        overlapped = run(qwen3, requests, tokenizer=Ends(), overlap=True, **config)
+        assert {part.finish for parts in plain for part in parts} == {"stop", "length"}
+        assert tokens_of(plain) == tokens_of(overlapped)
+        for parts, others in zip(plain, overlapped, strict=True):
+            for part, other in zip(parts, others, strict=True):
+                assert part.finish == other.finish
+                assert other.logprobs == pytest.approx(part.logprobs, abs=1e-5)
 
 
 def test_a_partial_goes_on_with_the_draws_of_an_uninterrupted_run(qwen3: Path) -> None:

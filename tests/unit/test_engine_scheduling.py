@@ -3,11 +3,9 @@ answer that it would get alone."""
 
 from __future__ import annotations
 
-import hashlib
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
+from engine_device import PAGE_TOKENS, STOP, FakeDevice, answer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -18,69 +16,6 @@ from gyre.engine.layout import BUCKET_SLACK, BUCKET_WASTE, plan_buckets
 from gyre.engine.pages import Pages
 from gyre.engine.prefix import extend_keys, root_key
 from gyre.engine.roster import Roster
-from gyre.engine.settle import Sampled
-
-PAGE_TOKENS, VOCAB, STOP = 4, 5, 4
-
-
-def next_token(known: np.ndarray) -> int:
-    """A model without weights: the next token is a hash of everything before it."""
-    return hashlib.blake2b(np.asarray(known, np.int32).tobytes(), digest_size=1).digest()[0] % VOCAB
-
-
-def answer(request: Request) -> list[int]:
-    """What one completion must be, computed without an engine."""
-    known = request.tokens.tolist()
-    for _ in range(request.sampling.max_tokens):
-        known.append(next_token(np.asarray(known)))
-        if known[-1] == STOP and not request.sampling.ignore_eos:
-            break
-    return known[len(request.tokens) :]
-
-
-class ModelOfPages:
-    """Stands for the runner: keeps what each slot of each page holds, and checks that every row reads its own past."""
-
-    def __init__(self, cycle_version) -> None:
-        self.slots: dict[tuple[int, int], tuple] = {}
-        self.version = cycle_version
-        self.largest_step = 0
-        self.pool = SimpleNamespace(zero_pages=lambda pages: None)
-
-    def run(self, rows, step) -> Sampled:
-        self.largest_step = max(self.largest_step, step.num_tokens)
-        spans = [(int(row), int(rows.computed_R[row]), 1) for row in step.decode_rows]
-        spans += [(chunk.row, chunk.start, chunk.count) for chunk in step.chunks]
-        assert len({row for row, _, _ in spans}) == len(spans)
-        written = set()
-        for row, start, count in spans:
-            for position in range(start, start + count):
-                slot = self._slot(rows, row, position)
-                assert slot not in written and slot[0] != 0
-                written.add(slot)
-                self.slots[slot] = self._content(rows, row, position, self.version())
-        for row, start, count in spans:
-            self._check_reads(rows, row, start + count)
-        for source, target in step.copies:
-            for offset in range(PAGE_TOKENS):
-                if (source, offset) in self.slots:
-                    self.slots[(target, offset)] = self.slots[(source, offset)]
-        tokens = [next_token(rows.tokens_RW[row, : rows.length_R[row]]) for row in step.sample_rows]
-        zeros = np.zeros(len(tokens), np.float32)
-        return Sampled(tokens=np.asarray(tokens, np.int32), logprobs=zeros, raw_logprobs=zeros, supports={})
-
-    def _slot(self, rows, row, position):
-        return int(rows.table_RP[row, position // PAGE_TOKENS]), position % PAGE_TOKENS
-
-    def _content(self, rows, row, position, version):
-        return rows.sequences[row].request.tenant_salt, int(rows.tokens_RW[row, position]), position, version
-
-    def _check_reads(self, rows, row, end):
-        for position in range(end):
-            held = self.slots[self._slot(rows, row, position)]
-            assert held[:3] == self._content(rows, row, position, 0)[:3]
-            assert held[3] == self.version() or rows.kv_version_R[row] == -1
-
 
 STEPS = st.integers(0, 8)  # after most rules, so that traffic moves
 RARELY = st.integers(0, 3).map(lambda drawn: drawn == 3)
@@ -97,9 +32,13 @@ class Traffic(RuleBasedStateMachine):
     """Random requests, steps, aborts, interrupts and new versions on a small engine."""
 
     @initialize(
-        num_pages=st.integers(7, 16), max_running=st.integers(1, 6), spare=st.integers(0, 12), prefix=st.booleans()
+        num_pages=st.integers(7, 16),
+        max_running=st.integers(1, 6),
+        spare=st.integers(0, 12),
+        prefix=st.booleans(),
+        depth=st.integers(0, 2),
     )
-    def build(self, num_pages: int, max_running: int, spare: int, prefix: bool) -> None:
+    def build(self, num_pages: int, max_running: int, spare: int, prefix: bool, depth: int) -> None:
         self.events: list[str] = []
         self.budget = max_running + spare
         self.roster = Roster(
@@ -109,7 +48,7 @@ class Traffic(RuleBasedStateMachine):
             prefix_cache=prefix,
             emit=lambda kind, **fields: self.events.append(kind),
         )
-        self.runner = ModelOfPages(lambda: self.cycle.version)
+        self.runner = FakeDevice()
         self.cycle = Cycle(
             self.roster,
             self.runner,  # type: ignore[arg-type]
@@ -118,6 +57,7 @@ class Traffic(RuleBasedStateMachine):
             eos_ids=(STOP,),
             tokenizer=None,
             clock=lambda: 0.0,
+            depth=depth,
         )
         self.requests: dict[str, Request] = {}
         self.open: dict[str, dict[int, list[int]]] = {}
@@ -182,6 +122,7 @@ class Traffic(RuleBasedStateMachine):
     @rule(recompute=st.booleans(), keep_cached=st.booleans(), then=STEPS)
     def new_version(self, recompute: bool, keep_cached: bool, then: int) -> None:
         self.cycle.change_version(self.cycle.version + 1, recompute=recompute, keep_cached=keep_cached)
+        self.book(self.cycle.flush())
         self.advance(then)
 
     @precondition(lambda self: self.open)
@@ -190,13 +131,15 @@ class Traffic(RuleBasedStateMachine):
         if not sure:
             return
         self.cycle.forget_kv("test")
-        self.runner.slots.clear()
+        self.runner.pool.clear()
+        self.book(self.cycle.flush())
 
     @precondition(lambda self: self.open)
     @rule(sure=RARELY)
     def interrupt(self, sure: bool) -> None:
         if not sure:
             return
+        self.book(self.cycle.flush())
         expected = {
             (request_id, index): tokens for request_id, parts in self.open.items() for index, tokens in parts.items()
         }
@@ -264,8 +207,7 @@ def run_alone(requests: list[Request], *, num_pages: int, max_running: int, budg
         prefix_cache=prefix,
         emit=lambda kind, **fields: events.append((kind, fields)),
     )
-    cycle: Cycle
-    runner = ModelOfPages(lambda: cycle.version)
+    runner = FakeDevice()
     cycle = Cycle(
         roster,
         runner,  # type: ignore[arg-type]

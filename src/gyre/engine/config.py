@@ -30,6 +30,10 @@ class EngineConfig(Section):
     prefix_cache: bool = Field(
         default=True, description="Reuse KV pages of equal beginnings (same version and tenant)."
     )
+    overlap: bool | None = Field(
+        default=None,
+        description="Launch a step before the tokens of the one before it are read; left out: on a GPU, not on a CPU.",
+    )
     burst_steps: int = Field(
         default=16, ge=1, description="Steps run between two looks at the event loop when nothing came out or in."
     )
@@ -48,6 +52,11 @@ class EngineConfig(Section):
                 "each running completion needs one token of every step"
             )
         return self
+
+
+def plan_overlap(config: EngineConfig, *, device_type: str) -> bool:
+    """Return whether steps overlap. A CPU computes while it launches, so there is nothing to hide there."""
+    return device_type == "cuda" if config.overlap is None else config.overlap
 
 
 def plan_num_pages(config: EngineConfig, *, page_bytes: int, context_tokens: int, free_bytes: int) -> int:

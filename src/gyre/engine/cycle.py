@@ -1,20 +1,27 @@
-"""Cycle: choose, run, settle. In: admitted requests. Out: TokenChunks. Everything here runs on the compute thread and
-between two steps nothing else touches the roster. Caller: native.
+"""Cycle: schedule, launch, advance; fetch and book up to `depth` launches later. In: requests. Out: TokenChunks.
+Everything here runs on the compute thread and between two steps nothing else touches the roster. Caller: native.
+
+With depth 0 each step is booked at once. With depth 1 step n+1 is scheduled and launched before the host reads what
+step n chose. The device runs launches in order; so a page given back by a booking may be handed out at once, though a
+step in flight still uses it for a completion that was found finished. Whatever needs the truth (who is preempted,
+abort, interrupt, deadlines, new weights, moves) first books everything in flight: `quiesce`.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from gyre.core.records import Partial, Request, TokenChunk
+from gyre.core.records import Finish, Partial, Request, TokenChunk
 from gyre.engine import requests
 from gyre.engine.roster import Roster
-from gyre.engine.runner import Runner
-from gyre.engine.scheduler import schedule
-from gyre.engine.settle import TextStop, end_complete_partials, end_request, settle
+from gyre.engine.runner import Flight, StepRunner
+from gyre.engine.scheduler import Step, must_preempt, schedule
+from gyre.engine.settle import TextStop, advance, book, end_complete_partials, end_request
 
 SPARE_TOKENS = 4  # decoded beyond the longest stop string, so that its first character never lies at the window's edge
 
@@ -42,29 +49,40 @@ def make_text_stop(tokenizer: Decodes | None) -> TextStop:
     return text_stop
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InFlight:
+    """A launched step that is not booked yet."""
+
+    step: Step
+    flight: Flight
+
+
 class Cycle:
     """The engine's inside: a roster, a runner and the version that they run."""
 
     def __init__(
         self,
         roster: Roster,
-        runner: Runner,
+        runner: StepRunner,
         *,
         token_budget: int,
         version: int,
         eos_ids: tuple[int, ...],
         tokenizer: Decodes | None,
         clock: Callable[[], float],
+        depth: int = 0,
     ) -> None:
         self.roster, self.runner, self.version = roster, runner, version
-        self._token_budget, self._eos_ids, self._clock = token_budget, eos_ids, clock
+        self._token_budget, self._eos_ids, self._clock, self._depth = token_budget, eos_ids, clock, depth
         self._text_stop = make_text_stop(tokenizer)
         self._deadlines: dict[str, float] = {}
         self._arrivals = 0
+        self._in_flight: deque[InFlight] = deque()
+        self._out: list[TokenChunk] = []  # chunks that nobody has taken yet, in order
 
     @property
     def is_idle(self) -> bool:
-        return not self.roster.requests
+        return not self.roster.requests and not self._out
 
     def add(self, request: Request, deadline_at: float | None) -> list[TokenChunk]:
         """Enter a request. Returns the answers of completions whose given beginning was whole already."""
@@ -73,55 +91,70 @@ class Cycle:
         self.roster.enqueue(sequences)
         if deadline_at is not None:
             self._deadlines[request.request_id] = deadline_at
-        return end_complete_partials(self.roster, sequences, version=self.version, text_stop=self._text_stop)
+        self._out += end_complete_partials(self.roster, sequences, version=self.version, text_stop=self._text_stop)
+        return self._take_out()
 
     def step(self) -> list[TokenChunk]:
-        """One iteration; nothing to do gives no chunks."""
+        """Launch one step, and book those beyond the depth; when there is none to launch, book the oldest."""
+        if self._in_flight and must_preempt(self.roster):
+            self.quiesce()
         step = schedule(self.roster, token_budget=self._token_budget, version=self.version)
-        if step is None:
-            return []
-        sampled = self.runner.run(self.roster.rows, step)
-        chunks = settle(self.roster, step, sampled, version=self.version, text_stop=self._text_stop)
-        if self.roster.tainted:
-            self.runner.pool.zero_pages(np.concatenate(self.roster.tainted))
-            self.roster.tainted.clear()
-        return chunks
+        if step is not None:
+            self._in_flight.append(InFlight(step=step, flight=self.runner.launch(self.roster.rows, step)))
+            advance(self.roster, step)
+        if self._in_flight and (step is None or len(self._in_flight) > self._depth):
+            self._book_oldest()
+        return self._take_out()
+
+    def quiesce(self) -> None:
+        """Book everything in flight. What comes out waits for whoever takes chunks next."""
+        while self._in_flight:
+            self._book_oldest()
+
+    def flush(self) -> list[TokenChunk]:
+        """Book everything in flight and return what is due."""
+        self.quiesce()
+        return self._take_out()
 
     def expire(self) -> list[TokenChunk]:
         """End requests that are past their deadline."""
         if not self._deadlines:
             return []
-        now, chunks = self._clock(), []
+        now = self._clock()
+        if any(now >= at for at in self._deadlines.values()):
+            self.quiesce()
         self._deadlines = {
             request_id: at for request_id, at in self._deadlines.items() if request_id in self.roster.requests
         }
         for request_id, at in list(self._deadlines.items()):
             if now >= at:
-                chunks += end_request(
-                    self.roster, request_id, "deadline", "the request's deadline passed", version=self.version
-                )[0]
+                self._end(request_id, "deadline", "the request's deadline passed")
                 self.roster.emit("engine.deadline", request_id=request_id)
                 del self._deadlines[request_id]
-        return chunks
+        return self._take_out()
 
     def abort(self, request_id: str, reason: str) -> list[TokenChunk]:
-        return end_request(self.roster, request_id, "abort", reason, version=self.version)[0]
+        self._end(request_id, "abort", reason)
+        return self._take_out()
 
     def abort_all(self, reason: str) -> list[TokenChunk]:
-        return [chunk for request_id in list(self.roster.requests) for chunk in self.abort(request_id, reason)]
+        self.quiesce()
+        for request_id in list(self.roster.requests):
+            self._end(request_id, "abort", reason)
+        return self._take_out()
 
     def interrupt(self) -> tuple[dict[str, tuple[Partial, ...]], list[TokenChunk]]:
         """End everything, and return what each request had."""
+        self.quiesce()
         partials: dict[str, tuple[Partial, ...]] = {}
-        chunks: list[TokenChunk] = []
         for request_id in list(self.roster.requests):
-            ended, had = end_request(self.roster, request_id, "interrupted", "interrupt", version=self.version)
-            chunks += ended
+            had = self._end(request_id, "interrupted", "interrupt")
             partials[request_id] = tuple(sorted(had, key=lambda partial: partial.index))
-        return partials, chunks
+        return partials, self._take_out()
 
     def forget_kv(self, reason: str) -> None:
         """The pages' contents are about to go: whoever runs computes again, and nothing stays cached."""
+        self.quiesce()
         self._preempt_all(reason)
         dropped = self.roster.pages.drop_cached()
         self.roster.emit("engine.prefix_cleared", pages=dropped, reason=reason)
@@ -129,6 +162,7 @@ class Cycle:
     def change_version(self, version: int, *, recompute: bool, keep_cached: bool) -> None:
         """From the next step on tokens are chosen by `version`. Running sequences keep their KV unless `recompute`;
         KV of mixed versions is never cached. Cached pages of other versions can never match again."""
+        self.quiesce()
         if recompute:
             self._preempt_all("new weights")
         self.version = version
@@ -136,6 +170,28 @@ class Cycle:
         if not keep_cached:
             dropped = self.roster.pages.drop_cached(keep_version=version)
             self.roster.emit("engine.prefix_cleared", pages=dropped, reason="new weights")
+
+    def _book_oldest(self) -> None:
+        oldest = self._in_flight.popleft()
+        self._out += book(self.roster, oldest.step, oldest.flight.fetch(), text_stop=self._text_stop)
+        if self.roster.tainted:
+            self.runner.pool.zero_pages(np.concatenate(self.roster.tainted))
+            self.roster.tainted.clear()
+        if not self.roster.requests:
+            self._in_flight.clear()  # all that is left is surplus; nobody waits for it
+
+    def _end(self, request_id: str, finish: Finish, reason: str) -> list[Partial]:
+        """End one request, if it is still unanswered once everything in flight is booked."""
+        if request_id not in self.roster.requests:
+            return []
+        self.quiesce()
+        chunks, partials = end_request(self.roster, request_id, finish, reason, version=self.version)
+        self._out += chunks
+        return partials
+
+    def _take_out(self) -> list[TokenChunk]:
+        chunks, self._out = self._out, []
+        return chunks
 
     def _preempt_all(self, reason: str) -> None:
         for row in self.roster.active_rows().tolist():

@@ -17,7 +17,7 @@ from gyre.core.contracts import CommitPolicy
 from gyre.core.errors import InputError
 from gyre.core.records import Component, EngineStats, Health, Manifest, Partial, Request, Tier, TokenChunk, Usage
 from gyre.engine.admission import Limits, find_refusal
-from gyre.engine.config import EngineConfig
+from gyre.engine.config import EngineConfig, plan_overlap
 from gyre.engine.cycle import Cycle, Decodes
 from gyre.engine.desk import Admitted, Desk, by_deadline
 from gyre.engine.memory import KV, WEIGHTS, EngineMemory
@@ -165,8 +165,10 @@ class NativeEngine:
         self._memory.refuse_unknown(names)
         for name in names:
             before = self._memory.tier(name)
-            if name == KV and tier == "none" and before != "none" and self._cycle is not None:
-                self._cycle.forget_kv("engine.kv left for tier none")
+            if self._cycle is not None and not self._desk.failure:
+                self._cycle.quiesce()
+                if name == KV and tier == "none" and before != "none":
+                    self._cycle.forget_kv("engine.kv left for tier none")
             self._memory.move(name, tier)
             if name == WEIGHTS and before == "none" and tier == "device":
                 self._weights.make_dummy()
@@ -198,18 +200,20 @@ class NativeEngine:
                 prefix_cache=config.prefix_cache,
                 emit=self._emit,
             ),
-            Runner(self._decoder, pool, device=self._device, dtype=self._dtype),
+            Runner(self._decoder, pool, max_running=config.max_running, device=self._device, dtype=self._dtype),
             token_budget=config.token_budget,
             version=self._weights.version,
             eos_ids=self._decoder.spec.eos_ids if self._tokenizer is None else self._tokenizer.eos_ids,
             tokenizer=self._tokenizer,
             clock=self._clock,
+            depth=1 if plan_overlap(config, device_type=self._device.type) else 0,
         )
         self._desk.failure = ""
         self._emit("engine.started", dummy=dummy, version=self._weights.version, pages=self._memory.num_pages)
 
     def _commit(self, version: int, policy: CommitPolicy) -> None:
         assert self._cycle is not None
+        self._cycle.quiesce()
         self._weights.commit(version)
         self._cycle.change_version(version, recompute=policy == "keep_prefix", keep_cached=policy == "keep_prefix")
         self._emit("engine.committed", version=version, policy=policy, shared=self._weights.shared)
@@ -235,7 +239,10 @@ class NativeEngine:
         chunks = self._add(batch)
         for _ in range(self._config.burst_steps):
             chunks += cycle.expire()
-            if cycle.is_idle or self._why_blocked() is not None:
+            if cycle.is_idle:
+                break
+            if self._why_blocked() is not None:
+                chunks += cycle.flush()
                 break
             chunks += cycle.step()
             if chunks or self._desk.in_a_hurry:

@@ -51,7 +51,8 @@ class Roster:
         )
 
     def decoding_rows(self) -> np.ndarray:
-        return np.flatnonzero(self.rows.decoding_R)
+        """Rows that can choose another token. Those whose last one is in flight only wait for it."""
+        return np.flatnonzero(self.rows.decoding_R & (self.rows.length_R < self.rows.limit_R))
 
     def active_rows(self) -> np.ndarray:
         return np.flatnonzero(self.rows.active_R)
@@ -120,7 +121,9 @@ class Roster:
         return row, copy
 
     def preempt(self, row: int, *, reason: str, version: int) -> None:
-        """Take row and pages back; the sequence waits and its KV is computed again. Cached pages may survive."""
+        """Take row and pages back; the sequence waits and its KV is computed again. Cached pages may survive. Nothing
+        of the row may be in flight."""
+        assert self.rows.known_R[row] == self.rows.length_R[row], row
         sequence, computed = self.rows.sequence_at(row), int(self.rows.computed_R[row])
         self.remember(row, version)
         self._vacate(row)
@@ -167,11 +170,13 @@ class Roster:
             self.wait(rest[0])
 
     def remember(self, row: int, version: int) -> None:
-        """Enter the row's full pages into the prefix cache, if all of its KV is of the current version."""
+        """Enter the row's full pages into the prefix cache, if all of its KV is of the current version: pages whose
+        tokens are known and whose KV is written or will be before any later step reads it."""
         rows = self.rows
         if not self.prefix_cache or rows.kv_version_R[row] != version:
             return
-        sequence, blocks = rows.sequence_at(row), int(rows.computed_R[row]) // self.page_tokens
+        sequence = rows.sequence_at(row)
+        blocks = int(min(rows.computed_R[row], rows.known_R[row])) // self.page_tokens
         self._extend_keys(sequence, rows.tokens_RW[row], blocks, version)
         self.pages.remember(sequence.keys[:blocks], rows.pages_of(row)[:blocks], version)
 
@@ -190,10 +195,12 @@ class Roster:
         unanswered = [sequence for siblings in self.requests.values() for sequence in siblings]
         assert set(map(id, places)) == set(map(id, unanswered)), "a sequence is nowhere, or answered and still here"
         assert self.queue == sorted(self.queue, key=lambda waiting: waiting.rank)
-        assert sorted([*self.prefilling, *self.decoding_rows().tolist()]) == active
+        assert sorted([*self.prefilling, *np.flatnonzero(rows.decoding_R).tolist()]) == active
         for row in active:
             assert rows.computed_R[row] <= min(rows.length_R[row], rows.pages_R[row] * self.page_tokens), row
-            assert rows.length_R[row] < rows.limit_R[row], row
+            assert rows.known_R[row] <= rows.length_R[row] <= rows.limit_R[row], row
+            assert rows.known_R[row] < rows.limit_R[row], row
+            assert rows.tenure_R[row] > 0, row
 
     def _places(self) -> Iterator[Sequence]:
         running = [self.rows.sequence_at(int(row)) for row in self.active_rows()]

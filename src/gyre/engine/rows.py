@@ -2,6 +2,9 @@
 
 In: sequences that start or stop running. Out: arrays indexed by row. Pure (numpy). Callers: roster, scheduler,
 settle, layout, runner. 2-D arrays are indexed by absolute position: entry t belongs to token t as the target.
+
+A step that is launched counts at once in `length_R` and `computed_R`; the values of the tokens that it chooses come
+later and are counted in `known_R`. With nothing in flight known and length are equal.
 """
 
 # R rows, W widest sequence, P pages per sequence, S stop ids
@@ -23,11 +26,14 @@ class Rows:
         self.sequences: list[Sequence | None] = [None] * max_running
         self._free = list(range(max_running - 1, -1, -1))
         self.revision = 0  # changes whenever a row is taken or left
+        self._stays = 0
+        self.tenure_R = np.zeros(max_running, dtype=np.int64)  # number of this stay, unique; 0 while the row is free
         self.active_R = np.zeros(max_running, dtype=bool)
         self.decoding_R = np.zeros(max_running, dtype=bool)
         self.prompt_R = np.zeros(max_running, dtype=np.int64)  # prompt tokens
-        self.length_R = np.zeros(max_running, dtype=np.int64)  # known tokens: prompt and chosen
-        self.computed_R = np.zeros(max_running, dtype=np.int64)  # tokens whose KV is in pages
+        self.length_R = np.zeros(max_running, dtype=np.int64)  # prompt and chosen tokens, those in flight too
+        self.known_R = np.zeros(max_running, dtype=np.int64)  # of these, tokens whose values the host has
+        self.computed_R = np.zeros(max_running, dtype=np.int64)  # tokens whose KV is in pages, or will be: in flight
         self.limit_R = np.zeros(max_running, dtype=np.int64)  # prompt + max_tokens
         self.chunk_due_R = np.zeros(max_running, dtype=np.int64)  # length at which the next chunk goes out
         self.pages_R = np.zeros(max_running, dtype=np.int64)  # pages held
@@ -65,7 +71,10 @@ class Rows:
         self._widen(prompt + sampling.max_tokens, len(sequence.stop_ids))
         self.sequences[row], sequence.row = sequence, row
         self.active_R[row], self.decoding_R[row] = True, False
-        self.prompt_R[row], self.length_R[row], self.computed_R[row] = prompt, length, 0
+        self._stays += 1
+        self.tenure_R[row] = self._stays
+        self.prompt_R[row], self.computed_R[row] = prompt, 0
+        self.length_R[row] = self.known_R[row] = length
         self.limit_R[row] = prompt + sampling.max_tokens
         self.chunk_due_R[row] = prompt + sequence.emitted + (request.chunk_tokens or sampling.max_tokens + 1)
         self.pages_R[row], self.kv_version_R[row] = 0, -1
@@ -96,6 +105,7 @@ class Rows:
         )
         self.sequences[row], sequence.row = None, None
         self.active_R[row] = self.decoding_R[row] = False
+        self.tenure_R[row] = 0
         self.revision += 1
         self._free.append(row)
         return sequence
@@ -106,8 +116,8 @@ class Rows:
         return sequence
 
     def chosen(self, row: int) -> Chosen:
-        """Views of what the row has chosen so far; copy what must outlive the next step."""
-        span = slice(int(self.prompt_R[row]), int(self.length_R[row]))
+        """Views of what the row has chosen and the host knows; copy what must outlive the next step."""
+        span = slice(int(self.prompt_R[row]), int(self.known_R[row]))
         return Chosen(
             tokens=self.tokens_RW[row, span],
             logprobs=self.logprobs_RW[row, span],

@@ -1,17 +1,22 @@
-"""Runner: one Step on the device. In: roster arrays and a Step. Out: Sampled on the host, after one synchronisation.
-Caller: cycle, on the compute thread.
+"""Runner: one Step on the device. In: roster arrays and a Step. Out: a Flight, which becomes Sampled when the results
+are on the host. Caller: cycle, on the compute thread.
+
+`StepRunner` is what the cycle asks of any runner; `Runner` is the one in plain torch, for every device.
 """
 
-# T tokens of the step, N rows that choose, V vocabulary, E hidden size
+# T tokens of the step, N rows that choose, R rows, V vocabulary, E hidden size
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 import torch
+from torch import Tensor
 
 from gyre.engine.attention import KvPool, make_attend, to_device
 from gyre.engine.draws import uniforms
-from gyre.engine.layout import lay_out
+from gyre.engine.layout import StepLayout, lay_out
 from gyre.engine.rows import Rows
 from gyre.engine.sampler import Choice, Rules, choose, make_rules
 from gyre.engine.scheduler import Step
@@ -19,35 +24,109 @@ from gyre.engine.settle import Sampled
 from gyre.models.decoder import Decoder
 
 
-class Runner:
-    """Holds the decoder and the KV pool; keeps the rows' sampling rules on the device while the rows stay the same."""
+class Flight(Protocol):
+    """A launched step whose results may not be on the host yet. Flights are fetched in the order of their launch, at
+    most once each; one that nobody needs any more is dropped unfetched."""
 
-    def __init__(self, decoder: Decoder, pool: KvPool, *, device: torch.device, dtype: torch.dtype) -> None:
+    def fetch(self) -> Sampled:
+        """Block until the results are on the host."""
+        ...
+
+
+class StepRunner(Protocol):
+    """Runs steps on one device, in the order in which they are launched.
+
+    `launch` reads the rows before it returns, and the rows change as soon as it has. At that time the step itself is
+    not counted yet: computed_R[row] is the position of a decoding row's input token and length_R[row] that of the
+    token to be chosen (`step.sample_positions`). The values in tokens_RW are only known up to known_R, so a runner
+    keeps each row's last chosen token on the device and takes decode inputs from there; what `step.restored_rows`
+    names it first takes from tokens_RW[row, computed_R[row]]. All other token values that a step needs are known.
+    """
+
+    pool: KvPool
+
+    def launch(self, rows: Rows, step: Step) -> Flight: ...
+
+
+class TorchFlight:
+    """Results on their way to pinned host memory; on a CPU they are there already."""
+
+    def __init__(self, choice: Choice | None, rules: Rules | None) -> None:
+        self._choice, self._rules = choice, rules
+        self._packed_3N: Tensor | None = None
+        self._arrived: torch.cuda.Event | None = None
+        if choice is not None:
+            packed = torch.stack([choice.tokens_N.double(), choice.logprobs_N.double(), choice.raw_logprobs_N.double()])
+            self._packed_3N = packed.to("cpu", non_blocking=True)  # lands in pinned memory
+            if packed.is_cuda:
+                self._arrived = torch.cuda.Event()
+                self._arrived.record()
+
+    def fetch(self) -> Sampled:
+        """One wait, and two transfers more when there are truncation sets."""
+        if self._choice is None or self._rules is None or self._packed_3N is None:
+            empty = np.empty(0, np.float32)
+            return Sampled(tokens=np.empty(0, np.int32), logprobs=empty, raw_logprobs=empty, supports={})
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        tokens, logprobs, raw = self._packed_3N.numpy()
+        return Sampled(
+            tokens=tokens.astype(np.int32),
+            logprobs=logprobs.astype(np.float32),
+            raw_logprobs=raw.astype(np.float32),
+            supports=_fetch_supports(self._choice, self._rules),
+        )
+
+
+class Runner:
+    """Holds the decoder and the KV pool; keeps the rows' sampling rules on the device while the rows stay the same,
+    and each row's last chosen token."""
+
+    def __init__(
+        self, decoder: Decoder, pool: KvPool, *, max_running: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
         self.decoder, self.pool, self.device, self.dtype = decoder, pool, device, dtype
+        self.last_token_R = torch.zeros(max_running, dtype=torch.int64, device=device)
         self._rules: Rules | None = None
         self._rules_of: tuple[int, bytes] | None = None  # row revision and rows that the rules were made for
 
     @torch.inference_mode()
-    def run(self, rows: Rows, step: Step) -> Sampled:
+    def launch(self, rows: Rows, step: Step) -> TorchFlight:
         """Forward pass, choice of one token for each sampling row, page copies."""
         spec = self.decoder.spec
         layout = lay_out(rows, step, num_kv_heads=spec.num_kv_heads)
         attend = make_attend(self.pool, layout, num_heads=spec.num_heads, device=self.device, dtype=self.dtype)
-        hidden_TE = self.decoder.hidden(
-            to_device(layout.tokens_T, self.device), to_device(layout.positions_T, self.device), attend
-        )
+        tokens_T = self._input_tokens(rows, step, layout)
+        hidden_TE = self.decoder.hidden(tokens_T, to_device(layout.positions_T, self.device), attend)
         if step.copies:
             self.pool.copy_pages(step.copies)
         if len(step.sample_rows) == 0:
-            empty = np.empty(0, np.float32)
-            return Sampled(tokens=np.empty(0, np.int32), logprobs=empty, raw_logprobs=empty, supports={})
+            return TorchFlight(None, None)
         if layout.source_N is not None:
             hidden_TE = hidden_TE.index_select(0, to_device(layout.source_N, self.device))
         rules = self._rules_for(rows, step.sample_rows)
-        position_N = rows.length_R[step.sample_rows] - rows.prompt_R[step.sample_rows]
+        position_N = step.sample_positions - rows.prompt_R[step.sample_rows]
         uniform_N = to_device(uniforms(rows.key_R[step.sample_rows], position_N), self.device)
         choice = choose(self.decoder.logits(hidden_TE).float(), rules, uniform_N)
-        return _fetch(choice, rules)
+        self.last_token_R.index_copy_(0, to_device(step.sample_rows, self.device), choice.tokens_N)
+        return TorchFlight(choice, rules)
+
+    def _input_tokens(self, rows: Rows, step: Step, layout: StepLayout) -> Tensor:
+        """Known tokens from the host; decoding rows' from the last choice, which only the device may know yet."""
+        tokens_T = to_device(layout.tokens_T, self.device)
+        num_decode = len(step.decode_rows)
+        if num_decode == 0:
+            return tokens_T
+        if len(step.restored_rows):
+            restored = rows.tokens_RW[step.restored_rows, rows.computed_R[step.restored_rows]].astype(np.int64)
+            self.last_token_R.index_copy_(
+                0, to_device(step.restored_rows, self.device), to_device(restored, self.device)
+            )
+        decode_tokens = self.last_token_R.index_select(0, to_device(step.decode_rows, self.device))
+        if layout.source_N is None:  # tokens lie in the order of the rows
+            tokens_T[:num_decode] = decode_tokens
+            return tokens_T
+        return tokens_T.index_copy_(0, to_device(layout.source_N[:num_decode], self.device), decode_tokens)
 
     def _rules_for(self, rows: Rows, rows_N: np.ndarray) -> Rules:
         wanted = (rows.revision, rows_N.tobytes())
@@ -65,18 +144,9 @@ class Runner:
         return self._rules
 
 
-def _fetch(choice: Choice, rules: Rules) -> Sampled:
-    """Bring the choice to the host in one transfer, and the truncation sets in two more when there are any."""
-    packed = torch.stack([choice.tokens_N.double(), choice.logprobs_N.double(), choice.raw_logprobs_N.double()])
-    tokens, logprobs, raw = packed.cpu().numpy()
-    supports: dict[int, np.ndarray] = {}
-    if choice.kept_MV is not None:
-        counts = choice.kept_MV.sum(dim=-1).cpu().numpy()
-        ids = choice.kept_MV.nonzero()[:, 1].to(torch.int32).cpu().numpy()
-        supports = dict(zip(rules.truncated_places, np.split(ids, np.cumsum(counts)[:-1]), strict=True))
-    return Sampled(
-        tokens=tokens.astype(np.int32),
-        logprobs=logprobs.astype(np.float32),
-        raw_logprobs=raw.astype(np.float32),
-        supports=supports,
-    )
+def _fetch_supports(choice: Choice, rules: Rules) -> dict[int, np.ndarray]:
+    if choice.kept_MV is None:
+        return {}
+    counts = choice.kept_MV.sum(dim=-1).cpu().numpy()
+    ids = choice.kept_MV.nonzero()[:, 1].to(torch.int32).cpu().numpy()
+    return dict(zip(rules.truncated_places, np.split(ids, np.cumsum(counts)[:-1]), strict=True))

@@ -33,6 +33,10 @@ class Step:
     chunks: tuple[Chunk, ...]
     sample_rows: np.ndarray  # int64 [N]: decode_rows, then rows whose prompt ends in this step, and their forks
     sample_chunks: np.ndarray  # int64 [N - B]: for the latter, the chunk whose last token they continue
+    sample_positions: np.ndarray  # int64 [N]: where in its sequence each chosen token goes
+    sample_tenures: np.ndarray  # int64 [N]: the stays for which they choose; a row may have a new tenant by then
+    restored_rows: np.ndarray  # int64: decoding rows whose last token the device must take from the host
+    version: int  # of the weights that choose
     copies: tuple[tuple[int, int], ...]  # (from, to) pages, copied after the pass
 
     @property
@@ -41,7 +45,8 @@ class Step:
 
 
 def schedule(roster: Roster, *, token_budget: int, version: int) -> Step | None:
-    """Decide the next step. Rows and pages it needs are taken; `settle` must follow."""
+    """Decide the next step. Rows and pages it needs are taken; a launch and `settle.advance` must follow. With steps
+    in flight, ask `must_preempt` first: who is preempted is decided on what the host knows."""
     decode_rows = _provide_decode_pages(roster, version)
     assert len(decode_rows) <= token_budget
     chunks = _continue_prefills(roster, token_budget - len(decode_rows))
@@ -49,14 +54,30 @@ def schedule(roster: Roster, *, token_budget: int, version: int) -> Step | None:
     chunks += _start_waiting(roster, left, version)
     if not chunks and len(decode_rows) == 0:
         return None
-    sample_rows, sample_chunks, copies = _finish_prompts(roster, chunks)
+    finished_rows, sample_chunks, copies = _finish_prompts(roster, chunks)
+    sample_rows = np.concatenate([decode_rows, np.asarray(finished_rows, dtype=np.int64)])
     return Step(
         decode_rows=decode_rows,
         chunks=tuple(chunks),
-        sample_rows=np.concatenate([decode_rows, np.asarray(sample_rows, dtype=np.int64)]),
+        sample_rows=sample_rows,
         sample_chunks=np.asarray(sample_chunks, dtype=np.int64),
+        sample_positions=roster.rows.length_R[sample_rows],
+        sample_tenures=roster.rows.tenure_R[sample_rows],
+        restored_rows=np.empty(0, np.int64),
+        version=version,
         copies=tuple(copies),
     )
+
+
+def must_preempt(roster: Roster) -> bool:
+    """Whether the next step can only be made by taking pages from somebody."""
+    return len(_full_rows(roster, roster.decoding_rows())) > roster.pages.num_available
+
+
+def _full_rows(roster: Roster, decode_rows: np.ndarray) -> np.ndarray:
+    """Return those that need another page for their next token."""
+    rows = roster.rows
+    return decode_rows[rows.computed_R[decode_rows] == rows.pages_R[decode_rows] * roster.page_tokens]
 
 
 def _provide_decode_pages(roster: Roster, version: int) -> np.ndarray:
@@ -64,7 +85,7 @@ def _provide_decode_pages(roster: Roster, version: int) -> np.ndarray:
     rows = roster.rows
     while True:
         decode_rows = roster.decoding_rows()
-        full = decode_rows[rows.computed_R[decode_rows] == rows.pages_R[decode_rows] * roster.page_tokens]
+        full = _full_rows(roster, decode_rows)
         if len(full) <= roster.pages.num_available:
             break
         roster.preempt(_choose_victim(roster), reason="no free page", version=version)

@@ -1,5 +1,8 @@
-"""Settle: books what a step computed and chose, and finds who is finished. In: the roster, the Step, the Sampled. Out:
-TokenChunks to hand out. Pure. Also ends requests for reasons from outside (abort, deadline, interrupt). Caller: cycle.
+"""Settle: accounts for a step in two parts. `advance`, as soon as it is launched, counts what needs no token values;
+`book`, when the values are on the host, writes them where the step said and finds who is finished. Steps may be
+launched in between: whoever finishes in `book` may have taken part in them, and that surplus is dropped when they are
+booked, told by the stay's number. In: the roster, the Step, the Sampled. Out: TokenChunks to hand out. Pure. Also ends
+requests for reasons from outside (abort, deadline, interrupt), with nothing in flight. Caller: cycle.
 """
 
 # N rows that chose a token
@@ -30,28 +33,56 @@ class Sampled:
     supports: dict[int, np.ndarray]  # place in sample_rows → int32 ids that truncation left, for rows that truncate
 
 
-def settle(roster: Roster, step: Step, sampled: Sampled, *, version: int, text_stop: TextStop) -> list[TokenChunk]:
-    """Book one step and return the chunks that are due. Finished sequences give back rows and pages."""
-    rows, counters = roster.rows, roster.counters
-    counters.steps += 1
-    counters.generated_tokens += len(sampled.tokens)
+def advance(roster: Roster, step: Step) -> None:
+    """Count a launched step: KV that it will have written, and a place for each token that it will have chosen."""
+    rows = roster.rows
     rows.computed_R[step.decode_rows] += 1
     for chunk in step.chunks:
         rows.computed_R[chunk.row] += chunk.count
-        if rows.decoding_R[chunk.row]:
-            roster.remember(chunk.row, version)  # others with the same prompt may share it from now on
-    _append(roster, step.sample_rows, sampled, version)
-    return _hand_out(roster, step.sample_rows, sampled, version, text_stop)
+    rows.length_R[step.sample_rows] += 1
+    roster.counters.steps += 1
 
 
-def _append(roster: Roster, rows_N: np.ndarray, sampled: Sampled, version: int) -> None:
+def book(roster: Roster, step: Step, sampled: Sampled, *, text_stop: TextStop) -> list[TokenChunk]:
+    """Write what a launched step chose and return the chunks that are due. Finished sequences give back rows and
+    pages; a step launched meanwhile may still read and write those pages, and whoever gets them next does so in a
+    later step, hence after it: the device works in order."""
+    live_N = roster.rows.tenure_R[step.sample_rows] == step.sample_tenures
+    _remember_prompts(roster, step, live_N)
+    places_N = np.flatnonzero(live_N)
+    if len(places_N) < len(live_N):
+        sampled = _select(sampled, places_N)
+    rows_N = step.sample_rows[places_N]
+    roster.counters.generated_tokens += len(rows_N)
+    _write(roster, rows_N, step.sample_positions[places_N], sampled, step.version)
+    return _hand_out(roster, rows_N, sampled, step.version, text_stop)
+
+
+def _remember_prompts(roster: Roster, step: Step, live_N: np.ndarray) -> None:
+    """Others with the same prompt may share it from now on. A fork shares its leader's pages: once is enough."""
+    leaders = np.unique(step.sample_chunks, return_index=True)[1] + len(step.decode_rows)
+    for place in leaders[live_N[leaders]].tolist():
+        roster.remember(int(step.sample_rows[place]), step.version)
+
+
+def _select(sampled: Sampled, places: np.ndarray) -> Sampled:
+    new_place = {int(old): new for new, old in enumerate(places)}
+    return Sampled(
+        tokens=sampled.tokens[places],
+        logprobs=sampled.logprobs[places],
+        raw_logprobs=sampled.raw_logprobs[places],
+        supports={new_place[place]: ids for place, ids in sampled.supports.items() if place in new_place},
+    )
+
+
+def _write(roster: Roster, rows_N: np.ndarray, at_N: np.ndarray, sampled: Sampled, version: int) -> None:
     rows = roster.rows
-    at_N = rows.length_R[rows_N]
+    assert (rows.known_R[rows_N] == at_N).all(), "flights are booked in the order of their launch"
     rows.tokens_RW[rows_N, at_N] = sampled.tokens
     rows.logprobs_RW[rows_N, at_N] = sampled.logprobs
     rows.raw_RW[rows_N, at_N] = sampled.raw_logprobs
     rows.versions_RW[rows_N, at_N] = version
-    rows.length_R[rows_N] = at_N + 1
+    rows.known_R[rows_N] = at_N + 1
     for place, ids in sampled.supports.items():
         rows.sequence_at(int(rows_N[place])).supports.append(ids)
 
@@ -65,10 +96,10 @@ def _hand_out(
         row = int(rows_N[place])
         stop_N[place] = text_stop(rows.sequence_at(row), rows.chosen(row).tokens)
     broken_N = ~np.isfinite(sampled.raw_logprobs)
-    length_N = rows.length_R[rows_N]
-    finished_N = stop_N | broken_N | (length_N >= rows.limit_R[rows_N])
+    known_N = rows.known_R[rows_N]
+    finished_N = stop_N | broken_N | (known_N >= rows.limit_R[rows_N])
     chunks = []
-    for place in np.flatnonzero(finished_N | (length_N >= rows.chunk_due_R[rows_N])).tolist():
+    for place in np.flatnonzero(finished_N | (known_N >= rows.chunk_due_R[rows_N])).tolist():
         row = int(rows_N[place])
         sequence = rows.sequence_at(row)
         if broken_N[place]:
@@ -78,7 +109,7 @@ def _hand_out(
             roster.retire(sequence, version=version)
         else:
             chunks.append(make_chunk(sequence, rows.chosen(row), None))
-            rows.chunk_due_R[row] = rows.length_R[row] + sequence.request.chunk_tokens
+            rows.chunk_due_R[row] = rows.known_R[row] + sequence.request.chunk_tokens
     return chunks
 
 

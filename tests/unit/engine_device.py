@@ -1,0 +1,131 @@
+"""A device without arithmetic: it keeps, for every slot of every page, which token of whom was written there, and its
+next token is a hash of what a row's pages hold. So a wrong page, a stale page, a missing write or a token that came
+from the wrong place changes an answer, and most fail at once. It works in order and knows only what a launch tells it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+from gyre.core.records import Request
+from gyre.engine.rows import Rows
+from gyre.engine.scheduler import Step
+from gyre.engine.settle import Sampled
+
+PAGE_TOKENS, VOCAB, STOP = 4, 5, 4
+
+Content = tuple[str, int, int, int]  # tenant salt, token, position, version
+
+
+def next_token(known: np.ndarray) -> int:
+    """A model without weights: the next token is a hash of everything before it."""
+    return hashlib.blake2b(np.asarray(known, np.int32).tobytes(), digest_size=1).digest()[0] % VOCAB
+
+
+def answer(request: Request) -> list[int]:
+    """What one completion must be, computed without an engine."""
+    known = request.tokens.tolist()
+    for _ in range(request.sampling.max_tokens):
+        known.append(next_token(np.asarray(known)))
+        if known[-1] == STOP and not request.sampling.ignore_eos:
+            break
+    return known[len(request.tokens) :]
+
+
+class PageMemory:
+    """Stands for the KV pool."""
+
+    def __init__(self) -> None:
+        self.slots: dict[tuple[int, int], Content] = {}
+
+    def clear(self) -> None:
+        self.slots.clear()
+
+    def copy(self, source: int, target: int) -> None:
+        for offset in range(PAGE_TOKENS):
+            self.slots.pop((target, offset), None)
+            if (source, offset) in self.slots:
+                self.slots[(target, offset)] = self.slots[(source, offset)]
+
+    def zero_pages(self, pages: np.ndarray) -> None:
+        for page in pages.tolist():
+            for offset in range(PAGE_TOKENS):
+                self.slots.pop((page, offset), None)
+
+
+class FakeFlight:
+    """Computed at launch, as the device works in order; handed over late, and once."""
+
+    def __init__(self, device: FakeDevice, sampled: Sampled) -> None:
+        self._device, self._sampled = device, sampled
+        self.number = device.launches
+
+    def fetch(self) -> Sampled:
+        assert self.number > self._device.fetched, "flights must be fetched in order, and once"
+        self._device.fetched = self.number
+        return self._sampled
+
+
+class FakeDevice:
+    """Stands for the runner."""
+
+    def __init__(self) -> None:
+        self.pool = PageMemory()
+        self.last_token: dict[int, int] = {}  # by row
+        self.largest_step = self.launches = self.fetched = self.computed = 0
+
+    def launch(self, rows: Rows, step: Step) -> FakeFlight:
+        self.launches += 1
+        self.largest_step = max(self.largest_step, step.num_tokens)
+        self.computed += step.num_tokens
+        for row in step.restored_rows.tolist():
+            assert rows.computed_R[row] < rows.known_R[row]
+            self.last_token[row] = int(rows.tokens_RW[row, rows.computed_R[row]])
+        spans = {int(row): (int(rows.computed_R[row]), 1) for row in step.decode_rows}
+        for chunk in step.chunks:
+            assert chunk.row not in spans and chunk.start + chunk.count <= rows.known_R[chunk.row]
+            spans[chunk.row] = (chunk.start, chunk.count)
+        written: set[tuple[int, int]] = set()
+        for row, (start, count) in spans.items():
+            decoding = row in step.decode_rows
+            for position in range(start, start + count):
+                slot = self._slot(rows, row, position)
+                assert slot not in written and slot[0] != 0
+                written.add(slot)
+                token = self.last_token[row] if decoding else int(rows.tokens_RW[row, position])
+                self.pool.slots[slot] = (self._salt(rows, row), token, position, step.version)
+        past = {row: self._read(rows, row, start + count, step) for row, (start, count) in spans.items()}
+        for source, target in step.copies:
+            self.pool.copy(source, target)
+        return FakeFlight(self, self._choose(step, rows, past))
+
+    def _choose(self, step: Step, rows: Rows, past: dict[int, np.ndarray]) -> Sampled:
+        sources = [*step.decode_rows.tolist(), *(step.chunks[i].row for i in step.sample_chunks.tolist())]
+        tokens = [next_token(past[source]) for source in sources]
+        for source, row, at, token in zip(sources, step.sample_rows, step.sample_positions, tokens, strict=True):
+            assert len(past[source]) == at == rows.length_R[row]
+            assert rows.tenure_R[row] == step.sample_tenures[step.sample_rows.tolist().index(row)] > 0
+            self.last_token[int(row)] = token
+            rows.tokens_RW[row, at] = rows.tokens_RW[row, at - 1]  # plausible garbage: nobody may use it yet
+        zeros = np.zeros(len(tokens), np.float32)
+        return Sampled(tokens=np.asarray(tokens, np.int32), logprobs=zeros, raw_logprobs=zeros, supports={})
+
+    def _read(self, rows: Rows, row: int, end: int, step: Step) -> np.ndarray:
+        """Return the tokens that the row's pages hold, which must be its own past."""
+        held = [self.pool.slots[self._slot(rows, row, position)] for position in range(end)]
+        assert [content[2] for content in held] == list(range(end))
+        assert {content[0] for content in held} == {self._salt(rows, row)}
+        if rows.kv_version_R[row] != -1:
+            assert {content[3] for content in held} == {step.version}
+        tokens = np.asarray([content[1] for content in held], np.int32)
+        known = min(end, int(rows.known_R[row]))
+        assert (tokens[:known] == rows.tokens_RW[row, :known]).all()
+        return tokens
+
+    def _slot(self, rows: Rows, row: int, position: int) -> tuple[int, int]:
+        return int(rows.table_RP[row, position // PAGE_TOKENS]), position % PAGE_TOKENS
+
+    def _salt(self, rows: Rows, row: int) -> str:
+        return rows.sequence_at(row).request.tenant_salt
