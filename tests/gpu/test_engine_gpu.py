@@ -13,6 +13,7 @@ from gyre.core.records import Request, Sampling
 from gyre.engine.config import EngineConfig
 from gyre.engine.native import NativeEngine
 from gyre.engine.streams import collect
+from gyre.kernels import reference
 from gyre.models.config import ShapeConfig
 from gyre.models.decoder import Decoder
 from gyre.models.init import init_weights
@@ -36,13 +37,18 @@ SHAPE = ShapeConfig(
 )
 
 
-def make_engine(device: torch.device, dtype: torch.dtype, compute: ThreadPoolExecutor, **config) -> NativeEngine:
+def make_decoder(device: torch.device, dtype: torch.dtype) -> Decoder:
     spec = spec_from_shape(SHAPE, vocab_size=VOCAB, bos_id=None, eos_ids=())
     decoder = Decoder(spec, device=device, dtype=dtype)
     init_weights(decoder, 0)
     with torch.no_grad():
         for parameter in decoder.parameters():
             parameter.mul_(8.0 if parameter.dim() > 1 else 1.0)  # peaked choices: rounding decides nothing
+    return decoder
+
+
+def make_engine(device: torch.device, dtype: torch.dtype, compute: ThreadPoolExecutor, **config) -> NativeEngine:
+    decoder = make_decoder(device, dtype)
     settings = {"num_pages": 600, "page_tokens": 8, "max_running": 16, "token_budget": 1024, **config}
     return NativeEngine(
         decoder,
@@ -77,6 +83,18 @@ def run(device: str, requests: list[Request], dtype: torch.dtype = torch.float32
     return asyncio.run(main())
 
 
+def judge(request: Request, chosen: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the log-prob of the best and of the chosen token at each position, by the float32 decoder on the CPU."""
+    tokens = torch.tensor(np.concatenate([request.tokens, chosen]).astype(np.int64))
+    decoder = make_decoder(torch.device("cpu"), torch.float32)
+    with torch.inference_mode():
+        hidden = decoder.hidden(
+            tokens, torch.arange(len(tokens)), lambda layer, q, k, v: reference.varlen_attention(q, k, v, [len(tokens)])
+        )
+        logprobs = decoder.logits(hidden[len(request.tokens) - 1 : -1]).log_softmax(-1)
+    return logprobs.amax(-1), logprobs.gather(-1, tokens[len(request.tokens) :, None])[:, 0]
+
+
 @pytest.mark.parametrize(
     "sampling", [{}, {"temperature": 1.0, "n": 3}, {"temperature": 0.8, "top_p": 0.9, "top_k": 50}]
 )
@@ -92,6 +110,45 @@ def test_the_same_tokens_as_on_the_cpu(sampling: dict) -> None:
                 assert a.logprobs == pytest.approx(b.logprobs, abs=1e-3)
                 assert a.raw_logprobs == pytest.approx(b.raw_logprobs, abs=1e-3)
                 assert (a.support is None) == (b.support is None)
+
+
+FUSED = {"page_tokens": 64, "num_pages": 200}
+
+
+def test_the_fused_runner_chooses_what_the_cpu_chooses() -> None:
+    """In bfloat16, greedily: each token is the best, but for rounding, of a float32 pass over what came before it; over
+    mixed steps, graphs, forks, preemption, overlap or not."""
+    requests, seen = make_requests(n=2), []
+    for config in ({}, {"overlap": False}, {"token_budget": 64}, {"num_pages": 12, "prefix_cache": False}):
+        on_device, stats = run("cuda", requests, torch.bfloat16, **{**FUSED, **config})
+        assert (stats.preemptions > 0) == ("num_pages" in config)
+        for request, parts in zip(requests, on_device, strict=True):
+            for part in parts:
+                best, chosen = judge(request, part.tokens)
+                assert (best - chosen).max() < 0.4 and (best - chosen).mean() < 0.02, "bfloat16 on amplified weights"
+                assert part.raw_logprobs == pytest.approx(chosen.numpy(), abs=0.4)
+        seen.append([part.raw_logprobs.tolist() for group in on_device for part in group])
+    assert seen[0] == seen[1], "overlap changes no bit"
+
+
+def test_the_fused_runner_samples_by_each_rule() -> None:
+    for rules in (
+        {"temperature": 0.7},
+        {"temperature": 1.0, "top_k": 5},
+        {"temperature": 1.3, "top_p": 0.8, "min_p": 0.01},
+    ):
+        requests = make_requests(**rules)
+        parts, _ = run("cuda", requests, torch.bfloat16, **FUSED)
+        again, _ = run("cuda", requests[:3], torch.bfloat16, **FUSED)
+        alone, _ = run("cuda", requests, torch.bfloat16, **FUSED, max_running=16, overlap=False)
+        for (part,), (same,) in zip(parts, alone, strict=True):
+            assert part.tokens.tolist() == same.tokens.tolist(), "the same request and seed give the same tokens"
+            assert np.isfinite(part.logprobs).all() and (part.logprobs <= 1e-6).all()
+            if part.support is not None:
+                for place, token in enumerate(part.tokens):
+                    kept = part.support.ids[part.support.offsets[place] : part.support.offsets[place + 1]]
+                    assert token in kept and len(kept) <= (rules.get("top_k") or VOCAB)
+        assert len(again) == 3
 
 
 def test_bfloat16_runs_and_its_logprobs_are_finite() -> None:

@@ -55,7 +55,7 @@ def test_decode_attention(heads, page_tokens, dtype) -> None:
     first, items = cut_pieces(padded, piece)
     work = decode.DecodeWork(
         row_B=int32(range(len(padded))), position_B=int32(padded - 1), first_B=int32(first), item_I=int32(items),
-        count_1=int32([len(items)]),
+        size_2=int32([len(items), piece]),
     )  # fmt: skip
     qkv = torch.randn(len(padded), num_heads + 3, head_dim, device=DEVICE, dtype=dtype)
     q, out = (
@@ -64,7 +64,7 @@ def test_decode_attention(heads, page_tokens, dtype) -> None:
     )
     scratch = decode.DecodeScratch.make(len(items), num_heads, head_dim, DEVICE)
     scratch.out_IHD.fill_(float("nan"))
-    decode.decode_attention(q, pages, table, work, scratch, out, piece_tokens=piece, num_programs=17)
+    decode.decode_attention(q, pages, table, work, scratch, out, num_programs=17)
     expected = reference.paged_attention(
         q[:-1].double(), pages.double(), table, range(len(lengths)), [n - 1 for n in lengths], [1] * len(lengths)
     )

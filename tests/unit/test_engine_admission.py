@@ -99,11 +99,11 @@ def test_what_fits_is_admitted(request_: Request) -> None:
 
 def test_pages_come_from_the_first_setting_given() -> None:
     sizes = {"page_bytes": 1000, "context_tokens": 100, "free_bytes": 1_000_000}
-    assert plan_num_pages(EngineConfig(num_pages=7, kv_bytes=5000), **sizes) == 7
-    assert plan_num_pages(EngineConfig(kv_bytes=5500, kv_fraction=0.5), **sizes) == 5
-    assert plan_num_pages(EngineConfig(kv_fraction=0.5), **sizes) == 500
-    assert plan_num_pages(EngineConfig(max_running=4), **sizes) == 4 * 7
-    assert plan_num_pages(EngineConfig(max_running=256), **sizes) == 250  # a quarter of what is free
+    assert plan_num_pages(EngineConfig(page_tokens=16, num_pages=7, kv_bytes=5000), **sizes) == 7
+    assert plan_num_pages(EngineConfig(page_tokens=16, kv_bytes=5500, kv_fraction=0.5), **sizes) == 5
+    assert plan_num_pages(EngineConfig(page_tokens=16, kv_fraction=0.5), **sizes) == 500
+    assert plan_num_pages(EngineConfig(page_tokens=16, max_running=4), **sizes) == 4 * 7
+    assert plan_num_pages(EngineConfig(page_tokens=16, max_running=256), **sizes) == 250  # a quarter of what is free
 
 
 def test_config_refuses_a_budget_below_its_rows_and_unknown_keys() -> None:

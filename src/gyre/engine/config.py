@@ -6,12 +6,19 @@ from pydantic import Field, model_validator
 
 from gyre.core.config import Section
 
+PAGE_TOKENS = {"cpu": 16, "cuda": 64}
+
 
 class EngineConfig(Section):
     """The native rollout engine. KV memory is `num_pages`, else `kv_bytes`, else `kv_fraction` of what is free, else
     enough for `max_running` sequences of full context within a quarter of what is free."""
 
-    page_tokens: int = Field(default=16, ge=1, le=1024, description="Tokens per KV page.")
+    page_tokens: int = Field(
+        default=0,
+        ge=0,
+        le=1024,
+        description="Tokens per KV page; 0: 64 on a GPU, where a page is a kernel's tile, else 16.",
+    )
     num_pages: int = Field(default=0, ge=0, description="KV pages; 0 derives them from kv_bytes.")
     kv_bytes: int = Field(
         default=0, ge=0, description="Bytes of device memory for KV pages; 0 derives them from kv_fraction."
@@ -54,9 +61,16 @@ class EngineConfig(Section):
         return self
 
 
-def plan_overlap(config: EngineConfig, *, device_type: str) -> bool:
-    """Return whether steps overlap. A CPU computes while it launches, so there is nothing to hide there."""
-    return device_type == "cuda" if config.overlap is None else config.overlap
+def plan_engine(config: EngineConfig, *, device_type: str) -> EngineConfig:
+    """Decide what the config leaves open: nothing is open afterwards. A CPU computes while it launches, so overlapping
+    steps hide nothing there."""
+    on_gpu = device_type == "cuda"
+    return config.model_copy(
+        update={
+            "page_tokens": config.page_tokens or PAGE_TOKENS["cuda" if on_gpu else "cpu"],
+            "overlap": on_gpu if config.overlap is None else config.overlap,
+        }
+    )
 
 
 def plan_num_pages(config: EngineConfig, *, page_bytes: int, context_tokens: int, free_bytes: int) -> int:

@@ -73,7 +73,9 @@ class FusedForward:
         )
         attended_THD = torch.empty(len(x_TE), spec.num_heads, spec.head_dim, device=x_TE.device, dtype=x_TE.dtype)
         attend(index, qkv_TJD[:, : spec.num_heads], attended_THD)
-        x_TE.addmm_(attended_THD.view(len(x_TE), -1), layer.out.weight.t())  # in place: out of place it would copy first
+        x_TE.addmm_(
+            attended_THD.view(len(x_TE), -1), layer.out.weight.t()
+        )  # in place: out of place it would copy first
         pointwise.rms_norm(x_TE, layer.mlp_norm.weight, spec.norm_eps, normed_TE)
         gate_up_T2M = F.linear(normed_TE, layer.gate_up.weight)
         product_TM = torch.empty(len(x_TE), spec.mlp_size, device=x_TE.device, dtype=x_TE.dtype)

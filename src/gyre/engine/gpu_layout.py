@@ -8,7 +8,23 @@ from __future__ import annotations
 
 import numpy as np
 
+SMALLEST_PIECE, LARGEST_PIECE = 128, 1024
+MIN_WORK = 400  # (piece, kv head) pairs that keep an H200 busy; measured
 NUMBER_BITS = 16  # low bits of an item hold the piece or tile, high bits the sequence or chunk
+
+
+def plan_piece(num_tokens: int, num_kv_heads: int, page_tokens: int) -> int:
+    """Return how many keys a piece has, so that there is work for every program without a second pass for short
+    sequences. Powers of two from 128 to 1,024, page_tokens at least."""
+    wanted, piece = num_tokens * num_kv_heads // MIN_WORK, LARGEST_PIECE
+    while piece > max(wanted, SMALLEST_PIECE):
+        piece //= 2
+    return max(piece, page_tokens)
+
+
+def most_pieces(num_tokens: int, num_kv_heads: int) -> int:
+    """Return a bound of the whole pieces of any step, by `plan_piece`; each sequence may add one begun."""
+    return num_tokens // LARGEST_PIECE + 2 * MIN_WORK // num_kv_heads + 1
 
 
 def cut_pieces(length_B: np.ndarray, piece_tokens: int) -> tuple[np.ndarray, np.ndarray]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from gyre.engine.attention import KvPool
 from gyre.engine.draws import uniforms
 from gyre.engine.gpu_forward import FusedForward
-from gyre.engine.gpu_layout import cut_pieces, cut_tiles, plan_graph_batches
+from gyre.engine.gpu_layout import cut_pieces, cut_tiles, most_pieces, plan_graph_batches, plan_piece
 from gyre.engine.gpu_state import DeviceRows, Staging
 from gyre.engine.rows import Rows
 from gyre.engine.rulebook import RuleBook
@@ -32,7 +32,6 @@ from gyre.kernels.gpu.prefill_attention import TILE_QUERIES, PrefillWork, descri
 from gyre.kernels.gpu.sample import SampleScratch, sample
 from gyre.models.decoder import Decoder
 
-PIECE_TOKENS = 512
 OUT_SLOTS = 4  # results that may be on their way at once
 
 
@@ -73,7 +72,7 @@ class GpuRunner:
         )
         self._forward = FusedForward(decoder, pool, self._rows.table_RP)
         self._programs = PROGRAMS_PER_SM * torch.cuda.get_device_properties(self.device).multi_processor_count
-        items = max_running + pool.num_pages * pool.page_tokens // PIECE_TOKENS
+        items = max_running + most_pieces(pool.num_pages * pool.page_tokens, spec.num_kv_heads)
         entries = 3 * max_running * self._rows.pages_per_row
         choosing = {
             "uniform": ("float64", max_running),
@@ -81,7 +80,7 @@ class GpuRunner:
             "row": ("int32", max_running),
             "position": ("int32", max_running),
             "first": ("int32", max_running),
-            "count": ("int32", 1),
+            "size": ("int32", 2),
         }
         self._staging = Staging({**choosing, "tail": ("int32", items + entries)}, self.device)
         tokens = dict.fromkeys(("token_t", "position_t", "row_t"), ("int32", token_budget))
@@ -158,8 +157,9 @@ class GpuRunner:
         views["row"][: len(row_N)], views["row"][len(row_N) : size] = row_N, self._rows.max_running
         views["position"][:count], views["position"][count:size] = position_B, -1
         self._stage_choosing(views, rows, step, size)
-        first_B, item_I = cut_pieces(position_B + 1, PIECE_TOKENS)
-        views["first"][:count], views["count"][0] = first_B, len(item_I)
+        piece = plan_piece(int(position_B.sum()) + count, self.decoder.spec.num_kv_heads, self.pool.page_tokens)
+        first_B, item_I = cut_pieces(position_B + 1, piece)
+        views["first"][:count], views["size"][:] = first_B, (len(item_I), piece)
         touched = np.concatenate([row_B, np.asarray([chunk.row for chunk in step.chunks], dtype=np.int64)])
         entries_3N = self._rows.new_entries(rows, touched)
         tail, items = views["tail"], len(item_I)
@@ -244,7 +244,7 @@ class GpuRunner:
             position_B=device["position"][:batch],
             first_B=device["first"][:batch],
             item_I=device["tail"],
-            count_1=device["count"],
+            size_2=device["size"],
         )
         decode_attention(
             q_BHD,
@@ -253,7 +253,6 @@ class GpuRunner:
             work,
             self._scratch,
             out_BHD,
-            piece_tokens=PIECE_TOKENS,
             num_programs=self._programs,
         )
 
@@ -288,10 +287,13 @@ class GpuRunner:
     # -- graphs
 
     @torch.inference_mode()
-    def capture_all(self) -> None:
-        """Capture a graph for every planned batch size, the largest first, so that the others reuse its memory."""
+    def capture_all(self) -> int:
+        """Capture a graph for every planned batch size, the largest first, so that the others reuse its memory. Return
+        how many."""
+        self._check_addresses()
         for size in reversed(self._batches):
             self._capture(size, plain=True)
+        return len(self._graphs)
 
     def _capture(self, size: int, plain: bool) -> None:
         """Capture decoding of `size` places. The pass before it, which compiles kernels, runs on padding."""
@@ -314,7 +316,7 @@ class GpuRunner:
         views = self._staging.begin()
         for name, value in (("row", self._rows.max_running), ("position", -1), ("first", 0), ("inverse", 1.0)):
             views[name][:size] = value
-        views["uniform"][:size], views["count"][0] = 0.0, 0
+        views["uniform"][:size], views["size"][:] = 0.0, (0, self.pool.page_tokens)
         self._staging.send(0)
 
     def _check_addresses(self) -> None:

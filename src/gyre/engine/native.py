@@ -17,12 +17,12 @@ from gyre.core.contracts import CommitPolicy
 from gyre.core.errors import InputError
 from gyre.core.records import Component, EngineStats, Health, Manifest, Partial, Request, Tier, TokenChunk, Usage
 from gyre.engine.admission import Limits, find_refusal
-from gyre.engine.config import EngineConfig, plan_overlap
+from gyre.engine.config import EngineConfig, plan_engine
 from gyre.engine.cycle import Cycle, Decodes
 from gyre.engine.desk import Admitted, Desk, by_deadline
 from gyre.engine.memory import KV, WEIGHTS, EngineMemory
 from gyre.engine.roster import Counters, Roster
-from gyre.engine.runner import Runner
+from gyre.engine.runners import choose_runner
 from gyre.engine.streams import TokenStream, end_chunk
 from gyre.engine.weights import EngineWeights
 from gyre.models.decoder import Decoder
@@ -45,6 +45,7 @@ class NativeEngine:
         shared_weights: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        config = plan_engine(config, device_type=device.type)
         self._decoder, self._config, self._tokenizer = decoder, config, tokenizer
         self._emit, self._clock, self._device, self._dtype = emit, clock, device, dtype
         self._weights = EngineWeights(decoder, shared=shared_weights, version=version, device=device, emit=emit)
@@ -200,13 +201,13 @@ class NativeEngine:
                 prefix_cache=config.prefix_cache,
                 emit=self._emit,
             ),
-            Runner(self._decoder, pool, max_running=config.max_running, device=self._device, dtype=self._dtype),
+            choose_runner(self._decoder, pool, config, emit=self._emit),
             token_budget=config.token_budget,
             version=self._weights.version,
             eos_ids=self._decoder.spec.eos_ids if self._tokenizer is None else self._tokenizer.eos_ids,
             tokenizer=self._tokenizer,
             clock=self._clock,
-            depth=1 if plan_overlap(config, device_type=self._device.type) else 0,
+            depth=1 if config.overlap else 0,
         )
         self._desk.failure = ""
         self._emit("engine.started", dummy=dummy, version=self._weights.version, pages=self._memory.num_pages)

@@ -18,7 +18,8 @@ from gyre.engine.attention import KvPool, make_attend, to_device
 from gyre.engine.draws import uniforms
 from gyre.engine.layout import StepLayout, lay_out
 from gyre.engine.rows import Rows
-from gyre.engine.sampler import Choice, Rules, choose, make_rules
+from gyre.engine.rulebook import RuleBook
+from gyre.engine.sampler import Choice, Rules, choose
 from gyre.engine.scheduler import Step
 from gyre.engine.settle import Sampled
 from gyre.models.decoder import Decoder
@@ -87,8 +88,7 @@ class Runner:
     ) -> None:
         self.decoder, self.pool, self.device, self.dtype = decoder, pool, device, dtype
         self.last_token_R = torch.zeros(max_running, dtype=torch.int64, device=device)
-        self._rules: Rules | None = None
-        self._rules_of: tuple[int, bytes] | None = None  # row revision and rows that the rules were made for
+        self._rules = RuleBook(decoder.spec.vocab_size, device)
 
     @torch.inference_mode()
     def launch(self, rows: Rows, step: Step) -> TorchFlight:
@@ -104,7 +104,7 @@ class Runner:
             return TorchFlight(None, None)
         if layout.source_N is not None:
             hidden_TE = hidden_TE.index_select(0, to_device(layout.source_N, self.device))
-        rules = self._rules_for(rows, step.sample_rows)
+        rules = self._rules.rules_for(rows, step.sample_rows)
         position_N = step.sample_positions - rows.prompt_R[step.sample_rows]
         uniform_N = to_device(uniforms(rows.key_R[step.sample_rows], position_N), self.device)
         choice = choose(self.decoder.logits(hidden_TE).float(), rules, uniform_N)
@@ -127,21 +127,6 @@ class Runner:
             tokens_T[:num_decode] = decode_tokens
             return tokens_T
         return tokens_T.index_copy_(0, to_device(layout.source_N[:num_decode], self.device), decode_tokens)
-
-    def _rules_for(self, rows: Rows, rows_N: np.ndarray) -> Rules:
-        wanted = (rows.revision, rows_N.tobytes())
-        if self._rules is None or self._rules_of != wanted:
-            self._rules_of = wanted
-            self._rules = make_rules(
-                rows.temperature_R[rows_N],
-                rows.top_k_R[rows_N],
-                rows.top_p_R[rows_N],
-                rows.min_p_R[rows_N],
-                rows.truncated_R[rows_N],
-                vocab_size=self.decoder.spec.vocab_size,
-                device=self.device,
-            )
-        return self._rules
 
 
 def _fetch_supports(choice: Choice, rules: Rules) -> dict[int, np.ndarray]:

@@ -20,7 +20,7 @@ from gyre.vram.entries import STAGING_BYTES, Budgets
 from gyre.vram.phases import RING
 from gyre.vram.refusals import words
 
-PAGE_TOKENS = 16
+PAGE_TOKENS = {"cpu": 16, "cuda": 64}  # on a GPU a page is a tile of the attention kernels
 MOST_RUNNING = {"cpu": 256, "cuda": 512}
 PREFERRED_CHUNK = {"cpu": 8192, "cuda": 16384}  # tokens; larger ones gain little speed and cost memory
 DEVICE_SHARE = {"cpu": 0.6, "cuda": 0.9}  # of what is free now
@@ -113,7 +113,7 @@ def _settle_base(inputs: PlanInputs, hardware: Hardware) -> tuple[_Base, dict[st
         dtype=dtype,
         threads=threads,
         budgets=budgets,
-        page_tokens=inputs.page_tokens or PAGE_TOKENS,
+        page_tokens=inputs.page_tokens or PAGE_TOKENS[device],
         max_running=max_running if inputs.online else 0,
     )
     return base, reasons

@@ -77,7 +77,8 @@ class Built:
         with_engine = self._plan.kv_pages > 0
         if with_engine:
             self._scorer = make_scorer(self._config, self._emit)
-            engine = self._config.engine.model_copy(update={"num_pages": self._plan.kv_pages})
+            sizes = {"num_pages": self._plan.kv_pages, "page_tokens": self._plan.page_tokens}
+            engine = self._config.engine.model_copy(update=sizes)
             self._engine = make_engine(engine, policy, self._machine, self._emit)
             await self._engine.start(dummy=False)
         gate = Gate(self._manager(trainer), self._machine.compute)

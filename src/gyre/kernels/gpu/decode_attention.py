@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE_TOKENS = 64  # keys of a round; with 2 warps and 3 stages, 3 programs fit on a multiprocessor
-PROGRAMS_PER_SM = 3
+TILE_TOKENS = 64  # keys of a round; 2 warps and 3 stages keep 4 programs busy on a multiprocessor
+PROGRAMS_PER_SM = 4
 PIECE_BITS = 16  # of a work item's number; the rest is the sequence's place
 LOG2_E = 1.4426950408889634
 
@@ -32,7 +32,7 @@ class DecodeWork:
     position_B: Tensor  # position of the query, whose own key is in the pages; -1: padding, answered with zeros
     first_B: Tensor  # where the sequence's pieces lie in the scratch
     item_I: Tensor  # place << PIECE_BITS | piece, in any order; the longest first balance best
-    count_1: Tensor  # items
+    size_2: Tensor  # items; tokens of a piece, a multiple of page_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -59,41 +59,40 @@ def decode_attention(
     scratch: DecodeScratch,
     out_BHD: Tensor,
     *,
-    piece_tokens: int,
     num_programs: int,
 ) -> None:
     """Write attended heads to `out_BHD`. `pages` is [page, 2, K, page_tokens, D]; the last two axes of `q_BHD` are
-    contiguous. `piece_tokens` is a multiple of page_tokens."""
+    contiguous."""
     batch, num_heads, head_dim = q_BHD.shape
     num_kv, page_tokens = pages.shape[2], pages.shape[3]
-    assert piece_tokens % page_tokens == 0 and q_BHD.stride(1) == head_dim and out_BHD.is_contiguous()
+    assert q_BHD.stride(1) == head_dim and out_BHD.is_contiguous()
     group = num_heads // num_kv
-    shape = {"K": num_kv, "G": group, "D": head_dim, "PIECE": piece_tokens, "PIECE_BITS": PIECE_BITS}
+    shape = {"K": num_kv, "G": group, "D": head_dim, "PIECE_BITS": PIECE_BITS}
     tile = min(page_tokens, TILE_TOKENS)
     _attend_pieces[(num_programs,)](
         q_BHD, pages, out_BHD, scratch.out_IHD, scratch.weight_IH,
-        work.row_B, work.position_B, work.first_B, work.item_I, work.count_1, table_RP,
+        work.row_B, work.position_B, work.first_B, work.item_I, work.size_2, table_RP,
         q_BHD.stride(0), table_RP.stride(0), LOG2_E / head_dim**0.5,
         PAGE=page_tokens, TILE=tile, GP=max(16, triton.next_power_of_2(group)), **shape,
         num_warps=2, num_stages=3,
     )  # fmt: skip
     _join_pieces[(batch, num_kv)](
-        out_BHD, scratch.out_IHD, scratch.weight_IH, work.position_B, work.first_B,
-        K=num_kv, G=group, D=head_dim, PIECE=piece_tokens, GP=triton.next_power_of_2(group), num_warps=1,
+        out_BHD, scratch.out_IHD, scratch.weight_IH, work.position_B, work.first_B, work.size_2,
+        K=num_kv, G=group, D=head_dim, GP=triton.next_power_of_2(group), num_warps=1,
     )  # fmt: skip
 
 
 @triton.jit
 def _attend_pieces(
-    q_ptr, pages_ptr, out_ptr, part_ptr, weight_ptr, row_ptr, position_ptr, first_ptr, item_ptr, count_ptr, table_ptr,
+    q_ptr, pages_ptr, out_ptr, part_ptr, weight_ptr, row_ptr, position_ptr, first_ptr, item_ptr, size_ptr, table_ptr,
     q_stride, table_stride, scale_log2,
-    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PIECE: tl.constexpr, PIECE_BITS: tl.constexpr,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PIECE_BITS: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, GP: tl.constexpr,
 ):  # fmt: skip
     offs_g, offs_d, offs_t = tl.arange(0, GP), tl.arange(0, D), tl.arange(0, TILE)
-    total = tl.load(count_ptr) * K
+    total, piece_tokens = tl.load(size_ptr) * K, tl.load(size_ptr + 1)
     programs = tl.num_programs(0)
-    for round_ in range(0, tl.cdiv(total, programs)):
+    for round_ in range(tl.cdiv(total, programs)):
         # Items come longest first; taking them to and fro evens out what each program gets.
         turn = tl.program_id(0) if round_ % 2 == 0 else programs - 1 - tl.program_id(0)
         is_real = round_ * programs + turn < total
@@ -109,8 +108,8 @@ def _attend_pieces(
         best = tl.full([GP], float("-inf"), tl.float32)
         total_w = tl.zeros([GP], tl.float32)
         acc = tl.zeros([GP, D], tl.float32)
-        begin = piece * PIECE
-        end = tl.minimum(begin + PIECE, length)
+        begin = piece * piece_tokens
+        end = tl.minimum(begin + piece_tokens, length)
         end = tl.where(is_real, end, begin)
         for start in tl.range(begin, end, TILE):
             page = tl.load(table_row + start // PAGE).to(tl.int64)
@@ -129,7 +128,7 @@ def _attend_pieces(
             best = new_best
         acc = acc / total_w[:, None]
         out_offs = (head * G + offs_g[:, None]) * D + offs_d[None, :]
-        if length <= PIECE:
+        if length <= piece_tokens:
             tl.store(
                 out_ptr + place.to(tl.int64) * (K * G * D) + out_offs,
                 acc.to(out_ptr.dtype.element_ty),
@@ -143,8 +142,8 @@ def _attend_pieces(
 
 @triton.jit
 def _join_pieces(
-    out_ptr, part_ptr, weight_ptr, position_ptr, first_ptr,
-    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PIECE: tl.constexpr, GP: tl.constexpr,
+    out_ptr, part_ptr, weight_ptr, position_ptr, first_ptr, size_ptr,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, GP: tl.constexpr,
 ):  # fmt: skip
     place, head = tl.program_id(0), tl.program_id(1)
     length = tl.load(position_ptr + place) + 1
@@ -154,12 +153,13 @@ def _join_pieces(
     out_offs = place.to(tl.int64) * (K * G * D) + heads[:, None] * D + offs_d[None, :]
     if length <= 0:
         tl.store(out_ptr + out_offs, tl.zeros([GP, D], out_ptr.dtype.element_ty), mask=in_group[:, None])
-    if length > PIECE:
+    piece_tokens = tl.load(size_ptr + 1)
+    if length > piece_tokens:
         first = tl.load(first_ptr + place)
         best = tl.full([GP], float("-inf"), tl.float32)
         total_w = tl.zeros([GP], tl.float32)
         acc = tl.zeros([GP, D], tl.float32)
-        for item in range(first, first + tl.cdiv(length, PIECE)):
+        for item in range(first, first + tl.cdiv(length, piece_tokens)):
             weight = tl.load(weight_ptr + item * (K * G) + heads, mask=in_group, other=0.0)
             part = tl.load(
                 part_ptr + item * (K * G * D) + heads[:, None] * D + offs_d[None, :],
