@@ -41,6 +41,10 @@ class EngineConfig(Section):
         default=None,
         description="Launch a step before the tokens of the one before it are read; left out: on a GPU, not on a CPU.",
     )
+    batch_invariant: bool = Field(
+        default=False,
+        description="Same bits for a request whatever shares its batch, however cut, cached or preempted. On a GPU.",
+    )
     burst_steps: int = Field(
         default=16, ge=1, description="Steps run between two looks at the event loop when nothing came out or in."
     )

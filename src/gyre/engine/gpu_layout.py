@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+INVARIANT_PIECE = 512  # a multiple of every page size
 SMALLEST_PIECE, LARGEST_PIECE = 128, 1024
 MIN_WORK = 400  # (piece, kv head) pairs that keep an H200 busy; measured
 NUMBER_BITS = 16  # low bits of an item hold the piece or tile, high bits the sequence or chunk
@@ -22,8 +23,10 @@ def plan_piece(num_tokens: int, num_kv_heads: int, page_tokens: int) -> int:
     return max(piece, page_tokens)
 
 
-def most_pieces(num_tokens: int, num_kv_heads: int) -> int:
+def most_pieces(num_tokens: int, num_kv_heads: int, *, invariant: bool) -> int:
     """Return a bound of the whole pieces of any step, by `plan_piece`; each sequence may add one begun."""
+    if invariant:
+        return num_tokens // INVARIANT_PIECE
     return num_tokens // LARGEST_PIECE + 2 * MIN_WORK // num_kv_heads + 1
 
 

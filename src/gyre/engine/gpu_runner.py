@@ -17,8 +17,8 @@ from torch import Tensor
 
 from gyre.engine.attention import KvPool
 from gyre.engine.draws import uniforms
-from gyre.engine.gpu_forward import FusedForward
-from gyre.engine.gpu_layout import cut_pieces, cut_tiles, most_pieces, plan_graph_batches, plan_piece
+from gyre.engine.gpu_attention import ChunkArrays, GpuAttention
+from gyre.engine.gpu_layout import INVARIANT_PIECE, cut_pieces, plan_graph_batches, plan_piece
 from gyre.engine.gpu_state import DeviceRows, Staging
 from gyre.engine.rows import Rows
 from gyre.engine.rulebook import RuleBook
@@ -26,11 +26,11 @@ from gyre.engine.runner import Flight, TorchFlight
 from gyre.engine.sampler import choose
 from gyre.engine.scheduler import Step
 from gyre.engine.settle import Sampled
-from gyre.kernels.gpu.decode_attention import PROGRAMS_PER_SM, DecodeScratch, DecodeWork, decode_attention
+from gyre.kernels.gpu.decode_attention import DecodeWork
 from gyre.kernels.gpu.pointwise import enter_pages
-from gyre.kernels.gpu.prefill_attention import TILE_QUERIES, PrefillWork, describe_pages, prefill_attention
 from gyre.kernels.gpu.sample import SampleScratch, sample
 from gyre.models.decoder import Decoder
+from gyre.models.fused import FusedForward
 
 OUT_SLOTS = 4  # results that may be on their way at once
 
@@ -62,6 +62,7 @@ class GpuRunner:
         *,
         max_running: int,
         token_budget: int,
+        invariant: bool,
         emit: Callable[..., None],
     ) -> None:
         self.decoder, self.pool, self.emit = decoder, pool, emit
@@ -70,9 +71,17 @@ class GpuRunner:
         self._rows = DeviceRows(
             max_running=max_running, pages_per_row=-(-spec.context_tokens // pool.page_tokens), device=self.device
         )
-        self._forward = FusedForward(decoder, pool, self._rows.table_RP)
-        self._programs = PROGRAMS_PER_SM * torch.cuda.get_device_properties(self.device).multi_processor_count
-        items = max_running + most_pieces(pool.num_pages * pool.page_tokens, spec.num_kv_heads)
+        self._forward = FusedForward(decoder, pool.layer, self._rows.table_RP, invariant=invariant)
+        self._attention = GpuAttention(
+            pool,
+            self._rows.table_RP,
+            num_heads=spec.num_heads,
+            max_running=max_running,
+            context_tokens=spec.context_tokens,
+            invariant=invariant,
+        )
+        self._attention.choose_prefill(emit)
+        items = self._attention.max_items
         entries = 3 * max_running * self._rows.pages_per_row
         choosing = {
             "uniform": ("float64", max_running),
@@ -84,16 +93,12 @@ class GpuRunner:
         }
         self._staging = Staging({**choosing, "tail": ("int32", items + entries)}, self.device)
         tokens = dict.fromkeys(("token_t", "position_t", "row_t"), ("int32", token_budget))
-        chunks = dict.fromkeys(("source", "row_c", "first_c", "start_c", "count_c"), ("int32", max_running))
-        tiles = {"tile": ("int32", max_running + token_budget // TILE_QUERIES)}
-        self._mixed = Staging({**tokens, **chunks, **tiles}, self.device)
-        self._scratch = DecodeScratch.make(items, spec.num_heads, spec.head_dim, self.device)
+        self._mixed = Staging({**tokens, "source": ("int32", max_running)}, self.device)
         self._sampling = SampleScratch.make(max_running, spec.vocab_size, self.device)
         self._out_3B = torch.zeros(3, max_running, dtype=torch.int32, device=self.device)
         self._out_host = [torch.zeros(3, max_running, dtype=torch.int32, pin_memory=True) for _ in range(OUT_SLOTS)]
         self._turn = 0
         self._rules = RuleBook(spec.vocab_size, self.device)
-        self._descriptors = [describe_pages(pool.layer(index)) for index in range(spec.num_layers)]
         self._batches = plan_graph_batches(max_running)
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._logits_of: dict[int, Tensor] = {}  # of the graphs that stop before sampling
@@ -157,7 +162,9 @@ class GpuRunner:
         views["row"][: len(row_N)], views["row"][len(row_N) : size] = row_N, self._rows.max_running
         views["position"][:count], views["position"][count:size] = position_B, -1
         self._stage_choosing(views, rows, step, size)
-        piece = plan_piece(int(position_B.sum()) + count, self.decoder.spec.num_kv_heads, self.pool.page_tokens)
+        piece = INVARIANT_PIECE
+        if not self._attention.invariant:
+            piece = plan_piece(int(position_B.sum()) + count, self.pool.num_kv_heads, self.pool.page_tokens)
         first_B, item_I = cut_pieces(position_B + 1, piece)
         views["first"][:count], views["size"][:] = first_B, (len(item_I), piece)
         touched = np.concatenate([row_B, np.asarray([chunk.row for chunk in step.chunks], dtype=np.int64)])
@@ -184,76 +191,43 @@ class GpuRunner:
         """Run a step with prompt chunks. Returns logits_NV of the rows that choose, or None when none does."""
         num_decode, num_rows = len(step.decode_rows), len(step.sample_rows)
         self._stage_decode(rows, step, num_decode)
-        num_tokens, num_tiles = self._stage_mixed(rows, step)
+        chunks = ChunkArrays.of(step.chunks, num_decode)
+        num_tokens = self._stage_mixed(rows, step, chunks)
         device = self._mixed.on_device
         token_T, position_T, row_T = (device[name][:num_tokens] for name in ("token_t", "position_t", "row_t"))
         if num_decode:
             torch.index_select(self._rows.last_R, 0, row_T[:num_decode], out=token_T[:num_decode])
-        count = len(step.chunks)
-        chunks = PrefillWork(
-            row_C=device["row_c"][:count],
-            first_C=device["first_c"][:count],
-            start_C=device["start_c"][:count],
-            count_C=device["count_c"][:count],
-            item_I=device["tile"][:num_tiles],
-        )
-        num_kv = self.decoder.spec.num_kv_heads
-
-        def attend(layer: int, q_THD: Tensor, out_THD: Tensor) -> None:
-            if num_decode:
-                self._attend_decode(layer, q_THD[:num_decode], out_THD[:num_decode])
-            prefill_attention(
-                q_THD, self._descriptors[layer], self._rows.table_RP, chunks, out_THD, num_kv_heads=num_kv
-            )
-
+        attend = self._attention.mixed(self._decode_work(num_decode), num_decode, chunks)
         x_TE = self._forward.residual(token_T, position_T, row_T, attend)
         if num_rows == 0:
             return None
         return self._forward.logits(x_TE.index_select(0, device["source"][:num_rows]))
 
-    def _stage_mixed(self, rows: Rows, step: Step) -> tuple[int, int]:
-        """Write and send tokens and chunks. Returns how many tokens and tiles there are."""
-        views, row_B = self._mixed.begin(), step.decode_rows
-        row_C = np.asarray([chunk.row for chunk in step.chunks], dtype=np.int64)
-        start_C = np.asarray([chunk.start for chunk in step.chunks], dtype=np.int64)
-        count_C = np.asarray([chunk.count for chunk in step.chunks], dtype=np.int64)
-        end_C = len(row_B) + np.cumsum(count_C)
-        first_C, num_tokens = end_C - count_C, int(end_C[-1])
-        chunk_T = np.repeat(np.arange(len(row_C)), count_C)
-        rows_T = row_C[chunk_T]
-        positions_T = np.arange(len(row_B), num_tokens) - first_C[chunk_T] + start_C[chunk_T]
-        views["token_t"][len(row_B) : num_tokens] = rows.tokens_RW[rows_T, positions_T]
-        views["position_t"][: len(row_B)] = rows.computed_R[row_B]
-        views["position_t"][len(row_B) : num_tokens] = positions_T
-        views["row_t"][: len(row_B)], views["row_t"][len(row_B) : num_tokens] = row_B, rows_T
-        source_N = np.concatenate([np.arange(len(row_B)), end_C[step.sample_chunks] - 1])
+    def _stage_mixed(self, rows: Rows, step: Step, chunks: ChunkArrays) -> int:
+        """Write and send the tokens. Returns how many there are."""
+        views, row_B, num_decode = self._mixed.begin(), step.decode_rows, len(step.decode_rows)
+        row_T, position_T = chunks.rows_and_positions()
+        num_tokens = num_decode + len(row_T)
+        views["token_t"][num_decode:num_tokens] = rows.tokens_RW[row_T, position_T]
+        views["position_t"][:num_decode] = rows.computed_R[row_B]
+        views["position_t"][num_decode:num_tokens] = position_T
+        views["row_t"][:num_decode], views["row_t"][num_decode:num_tokens] = row_B, row_T
+        last_C = chunks.first_C + chunks.count_C - 1
+        source_N = np.concatenate([np.arange(num_decode), last_C[step.sample_chunks]])
         views["source"][: len(source_N)] = source_N
-        for name, values in (("row_c", row_C), ("first_c", first_C), ("start_c", start_C), ("count_c", count_C)):
-            views[name][: len(row_C)] = values
-        item_I = cut_tiles(start_C, count_C, TILE_QUERIES)
-        views["tile"][: len(item_I)] = item_I
-        self._mixed.send(len(item_I))
-        return num_tokens, len(item_I)
+        self._mixed.send(len(source_N))
+        return num_tokens
 
     # -- pieces of a step, captured or not
 
-    def _attend_decode(self, layer: int, q_BHD: Tensor, out_BHD: Tensor) -> None:
-        device, batch = self._staging.on_device, len(q_BHD)
-        work = DecodeWork(
+    def _decode_work(self, batch: int) -> DecodeWork:
+        device = self._staging.on_device
+        return DecodeWork(
             row_B=device["row"][:batch],
             position_B=device["position"][:batch],
             first_B=device["first"][:batch],
             item_I=device["tail"],
             size_2=device["size"],
-        )
-        decode_attention(
-            q_BHD,
-            self.pool.layer(layer),
-            self._rows.table_RP,
-            work,
-            self._scratch,
-            out_BHD,
-            num_programs=self._programs,
         )
 
     def _decode_logits(self, size: int) -> Tensor:
@@ -261,7 +235,12 @@ class GpuRunner:
         device = self._staging.on_device
         row_B, position_B = device["row"][:size], device["position"][:size]
         token_B = self._rows.last_R.index_select(0, row_B)
-        return self._forward.logits(self._forward.residual(token_B, position_B, row_B, self._attend_decode))
+        work = self._decode_work(size)
+
+        def attend(layer: int, q_BHD: Tensor, out_BHD: Tensor) -> None:
+            self._attention.decode(layer, q_BHD, out_BHD, work)
+
+        return self._forward.logits(self._forward.residual(token_B, position_B, row_B, attend))
 
     def _sample(self, logits_NV: Tensor, count: int) -> None:
         """Choose for the staged rows; tokens go to the out buffer and to the rows."""
@@ -325,7 +304,7 @@ class GpuRunner:
         if addresses == self._addresses:
             return
         captured, self._addresses = list(self._graphs), addresses
-        self._descriptors = [describe_pages(self.pool.layer(index)) for index in range(len(self._descriptors))]
+        self._attention.refresh()
         self._graphs.clear()
         self._logits_of.clear()
         if captured:

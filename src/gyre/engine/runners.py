@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from gyre.core.errors import InputError
 from gyre.engine.attention import KvPool
 from gyre.engine.config import EngineConfig
 from gyre.engine.runner import Runner, StepRunner
@@ -18,15 +19,26 @@ FUSED_HEAD_DIMS = (16, 32, 64, 128)
 
 def choose_runner(decoder: Decoder, pool: KvPool, config: EngineConfig, *, emit: Callable[..., None]) -> StepRunner:
     """Return the fused runner on a CUDA device where its kernels fit, else the one in plain torch; say which."""
+    reason = "not a CUDA device" if decoder.device.type != "cuda" else why_not_fused(decoder, pool)
+    if config.batch_invariant and reason is not None:
+        raise InputError(
+            f"engine.batch_invariant needs the fused runner, which cannot run here: {reason}",
+            hint="use a CUDA device and a model that the fused kernels take, or set engine.batch_invariant = false",
+        )
     if decoder.device.type == "cuda":
-        reason = why_not_fused(decoder, pool)
         if reason is None:
             from gyre.engine.gpu_runner import GpuRunner  # here, since a CPU has no Triton
 
             runner = GpuRunner(
-                decoder, pool, max_running=config.max_running, token_budget=config.token_budget, emit=emit
+                decoder,
+                pool,
+                max_running=config.max_running,
+                token_budget=config.token_budget,
+                invariant=config.batch_invariant,
+                emit=emit,
             )
-            emit("engine.runner", runner="fused", graphs=runner.capture_all())
+            graphs = runner.capture_all()
+            emit("engine.runner", runner="fused", graphs=graphs, batch_invariant=config.batch_invariant)
             return runner
         emit("engine.runner", runner="torch", reason=reason)
     return Runner(decoder, pool, max_running=config.max_running, device=decoder.device, dtype=decoder.dtype)

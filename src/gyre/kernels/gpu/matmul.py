@@ -1,0 +1,102 @@
+"""Matrix products whose rows do not depend on the rows beside them, in Triton. In: activations, a weight, perhaps a
+bias or a residual. Out: products. Callers: models.fused, kernels.gpu.invariant. Oracle: torch.nn.functional.linear.
+
+A library picks another kernel, and so another order of addition, for another number of rows. Here every shape of tile
+adds along the columns in the same order, sixteen at a time, into one float32 accumulator per element (always by the
+64-row instruction of Hopper's tensor cores), and nothing is split along them. So the tile may follow the number of rows
+and no bit does.
+"""
+
+# M rows, N columns of the product, K columns of the input
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """One shape of the kernel."""
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+
+
+SMALL = Tile(m=64, n=32, k=128, warps=4, stages=4)
+MIDDLE = Tile(m=64, n=64, k=128, warps=4, stages=4)
+LARGE = Tile(m=128, n=128, k=64, warps=8, stages=4)
+GROUP = 8  # row tiles that share a sweep over the columns, for the L2 cache
+
+
+def choose_tile(num_rows: int) -> Tile:
+    if num_rows <= 64:
+        return SMALL
+    return MIDDLE if num_rows <= 512 else LARGE
+
+
+def invariant_linear(
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None = None,
+    residual_MN: Tensor | None = None,
+    tile: Tile | None = None,
+) -> Tensor:
+    """Return x · weightᵀ (+ bias) (+ residual), rounded once. All bfloat16 or all float16; rows contiguous."""
+    (num_rows, depth), width = x_MK.shape, weight_NK.shape[0]
+    assert x_MK.stride(1) == 1 and weight_NK.is_contiguous() and depth % 16 == 0, (x_MK.stride(), depth)
+    assert residual_MN is None or residual_MN.is_contiguous()
+    tile = tile or choose_tile(num_rows)
+    out_MN = torch.empty(num_rows, width, device=x_MK.device, dtype=x_MK.dtype)
+    if num_rows == 0:
+        return out_MN
+    _linear[(triton.cdiv(num_rows, tile.m) * triton.cdiv(width, tile.n),)](
+        x_MK, weight_NK, bias_N if bias_N is not None else out_MN,
+        residual_MN if residual_MN is not None else out_MN, out_MN, num_rows, x_MK.stride(0),
+        N=width, K=depth, TM=tile.m, TN=tile.n, TK=tile.k, GROUP=GROUP,
+        BIAS=bias_N is not None, RESIDUAL=residual_MN is not None,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return out_MN
+
+
+@triton.jit
+def _linear(
+    x_ptr, weight_ptr, bias_ptr, residual_ptr, out_ptr, num_rows, x_stride,
+    N: tl.constexpr, K: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr, TK: tl.constexpr, GROUP: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    tiles_m, tiles_n = tl.cdiv(num_rows, TM), tl.cdiv(N, TN)
+    first_m = program // (GROUP * tiles_n) * GROUP
+    group_m = tl.minimum(tiles_m - first_m, GROUP)
+    tile_m = first_m + (program % (GROUP * tiles_n)) % group_m
+    tile_n = (program % (GROUP * tiles_n)) // group_m
+    offs_m, offs_n, offs_k = tile_m * TM + tl.arange(0, TM), tile_n * TN + tl.arange(0, TN), tl.arange(0, TK)
+    rows = (offs_m % num_rows).to(tl.int64)  # rows past the end repeat others and are not stored
+    columns = (offs_n % N).to(tl.int64)
+    x_ptrs = x_ptr + rows[:, None] * x_stride + offs_k[None, :]
+    weight_ptrs = weight_ptr + columns[:, None] * K + offs_k[None, :]
+    acc = tl.zeros([TM, TN], tl.float32)
+    for start in tl.range(0, K, TK):
+        if K % TK == 0:
+            x, weight = tl.load(x_ptrs + start), tl.load(weight_ptrs + start)
+        else:
+            inside = (start + offs_k < K)[None, :]
+            x = tl.load(x_ptrs + start, mask=inside, other=0.0)
+            weight = tl.load(weight_ptrs + start, mask=inside, other=0.0)
+        acc = tl.dot(x, tl.trans(weight), acc)
+    inside = (offs_m < num_rows)[:, None] & (offs_n < N)[None, :]
+    offs = offs_m.to(tl.int64)[:, None] * N + offs_n[None, :]
+    if BIAS:
+        acc += tl.load(bias_ptr + columns).to(tl.float32)[None, :]
+    if RESIDUAL:
+        acc += tl.load(residual_ptr + offs, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + offs, acc.to(out_ptr.dtype.element_ty), mask=inside)
