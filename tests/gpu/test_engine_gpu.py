@@ -118,7 +118,7 @@ FUSED = {"page_tokens": 64, "num_pages": 200}
 def test_the_fused_runner_chooses_what_the_cpu_chooses() -> None:
     """In bfloat16, greedily: each token is the best, but for rounding, of a float32 pass over what came before it; over
     mixed steps, graphs, forks, preemption, overlap or not."""
-    requests, seen = make_requests(n=2), []
+    requests, seen = make_requests(n=2, max_tokens=150), []
     for config in ({}, {"overlap": False}, {"token_budget": 64}, {"num_pages": 12, "prefix_cache": False}):
         on_device, stats = run("cuda", requests, torch.bfloat16, **{**FUSED, **config})
         assert (stats.preemptions > 0) == ("num_pages" in config)

@@ -194,3 +194,23 @@ def test_sample_marks_rows_that_are_not_finite() -> None:
     )  # fmt: skip
     finite = torch.isfinite(logprobs[1]).tolist()
     assert finite == [False, False, True, True] and ((tokens >= 0) & (tokens < 3000)).all()
+
+
+@pytest.mark.parametrize("heads", [(16, 8, 128), (32, 8, 128), (14, 2, 64)])
+def test_flash4_reads_our_pages(heads) -> None:
+    from gyre.kernels.gpu.flash4 import PAGE_TOKENS, find_flash4
+
+    flash4 = find_flash4()
+    if flash4 is None:
+        pytest.skip("flash-attn-4 is not installed")
+    (num_heads, num_kv, head_dim), rng = heads, np.random.default_rng(heads[0])
+    starts, counts = np.array([0, 0, 1, 127, 128, 500]), np.array([1, 333, 128, 129, 64, 300])
+    pages, table = make_pages(rng, (starts + counts).tolist(), num_kv, head_dim, PAGE_TOKENS, torch.bfloat16)
+    qkv = torch.randn(int(counts.sum()), num_heads + 2, head_dim, device=DEVICE, dtype=torch.bfloat16)
+    bounds = int32(np.concatenate([[0], np.cumsum(counts)]))
+    q = qkv[:, :num_heads]
+    out = flash4(q, pages, table[: len(counts)], bounds, int32(starts + counts), int(counts.max()))
+    expected = reference.paged_attention(
+        q.double(), pages.double(), table, range(len(counts)), starts.tolist(), counts.tolist()
+    )
+    assert (out - expected).abs().max() < 0.02

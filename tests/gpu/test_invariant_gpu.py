@@ -19,8 +19,8 @@ from gyre.models.spec import ModelSpec
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 SPEC = ModelSpec(
-    family="qwen3", vocab_size=4000, hidden_size=512, num_layers=4, num_heads=8, num_kv_heads=4, head_dim=64,
-    mlp_size=1408, tied=True, context_tokens=2048, rope_theta=1e6, norm_eps=1e-6, qkv_bias=False, qk_norm=True,
+    family="qwen3", vocab_size=4000, hidden_size=1024, num_layers=4, num_heads=16, num_kv_heads=8, head_dim=64,
+    mlp_size=4096, tied=True, context_tokens=2048, rope_theta=1e6, norm_eps=1e-6, qkv_bias=False, qk_norm=True,
 )  # fmt: skip
 TRIALS = 50
 
@@ -30,7 +30,7 @@ def make_decoder() -> Decoder:
     generator = torch.Generator(device="cuda").manual_seed(0)
     with torch.no_grad():
         for parameter in decoder.parameters():
-            parameter.fill_(1.0) if parameter.dim() == 1 else parameter.normal_(0.0, 0.05, generator=generator)
+            parameter.fill_(1.0) if parameter.dim() == 1 else parameter.normal_(0.0, 0.04, generator=generator)
     return decoder
 
 
@@ -39,7 +39,7 @@ def watched(temperature: float) -> Request:
     return Request(
         request_id="watched",
         tokens=rng.integers(0, 4000, 700).astype(np.int32),
-        sampling=Sampling(temperature=temperature, max_tokens=48),
+        sampling=Sampling(temperature=temperature, max_tokens=200),
         seed=3,
     )
 
@@ -50,7 +50,7 @@ def others(trial: int, count: int) -> list[Request]:
         Request(
             request_id=f"other{i}",
             tokens=rng.integers(0, 4000, rng.integers(1, 900)).astype(np.int32),
-            sampling=Sampling(temperature=1.0, max_tokens=int(rng.integers(1, 80))),
+            sampling=Sampling(temperature=1.0, max_tokens=int(rng.integers(1, 400))),
             seed=i,
         )
         for i in range(count)

@@ -1,5 +1,6 @@
 """FlashAttention-4 for prompt chunks, where the package flash-attn-4 is installed. In: queries, a layer's pages, a
-block table. Out: attended heads. Callers: engine.gpu_attention, bench. It reads pages fastest when a page is its key tile.
+block table. Out: attended heads. Callers: engine.gpu_attention, bench. It reads pages fastest when they are its key
+tiles.
 """
 
 # T tokens, C chunks, H heads, K kv heads, D head dim, P pages per row
