@@ -39,9 +39,24 @@ class PageMemory:
 
     def __init__(self) -> None:
         self.slots: dict[tuple[int, int], Content] = {}
+        self.host: dict[int, dict[int, Content]] = {}  # pages in host memory, by slot
+        self.swapped_pages = 0
 
     def clear(self) -> None:
         self.slots.clear()
+
+    def copy_out(self, pages: np.ndarray, slots: np.ndarray) -> None:
+        assert len(set(slots.tolist())) == len(slots)
+        for page, slot in zip(pages.tolist(), slots.tolist(), strict=True):
+            held = {at: self.slots.get((page, at)) for at in range(PAGE_TOKENS)}
+            self.host[slot] = {at: content for at, content in held.items() if content is not None}
+        self.swapped_pages += len(pages)
+
+    def copy_in(self, slots: np.ndarray, pages: np.ndarray) -> None:
+        self.zero_pages(pages)
+        for slot, page in zip(slots.tolist(), pages.tolist(), strict=True):
+            for at, content in self.host[slot].items():
+                self.slots[page, at] = content
 
     def copy(self, source: int, target: int) -> None:
         for offset in range(PAGE_TOKENS):

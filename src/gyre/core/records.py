@@ -270,6 +270,11 @@ class EngineStats:
     pages_used: int
     pages_total: int
     version: int
+    swaps_out: int = 0  # preemptions that kept the KV in host memory
+    swaps_in: int = 0  # of these, gone on with
+    recomputed_tokens: int = 0  # computed a second time after a preemption
+    host_pages_used: int = 0
+    host_pages_total: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,10 +17,10 @@ from gyre.core.contracts import CommitPolicy
 from gyre.core.errors import InputError
 from gyre.core.records import Component, EngineStats, Health, Manifest, Partial, Request, Tier, TokenChunk, Usage
 from gyre.engine.admission import Limits, find_refusal
-from gyre.engine.config import EngineConfig, plan_overlap
+from gyre.engine.config import EngineConfig, plan_overlap, plan_rates
 from gyre.engine.cycle import Cycle, Decodes
 from gyre.engine.desk import Admitted, Desk, by_deadline
-from gyre.engine.memory import KV, WEIGHTS, EngineMemory
+from gyre.engine.memory import KV, KV_HOST, WEIGHTS, EngineMemory
 from gyre.engine.roster import Counters, Roster
 from gyre.engine.runner import Runner
 from gyre.engine.streams import TokenStream, end_chunk
@@ -99,6 +99,11 @@ class NativeEngine:
             prefix_hit_tokens=counters.prefix_hit_tokens,
             generated_tokens=counters.generated_tokens,
             preemptions=counters.preemptions,
+            swaps_out=counters.swaps_out,
+            swaps_in=counters.swaps_in,
+            recomputed_tokens=counters.recomputed_tokens,
+            host_pages_used=0 if roster is None else roster.slots.num_slots - roster.slots.num_free,
+            host_pages_total=self._memory.num_slots,
             refused=self._refused,
             steps=counters.steps,
             pages_used=0 if roster is None else roster.pages.num_used,
@@ -170,6 +175,8 @@ class NativeEngine:
                 if name == KV and tier == "none" and before != "none":
                     self._cycle.forget_kv("engine.kv left for tier none")
             self._memory.move(name, tier)
+            if name == KV_HOST and before != tier and self._cycle is not None and not self._desk.failure:
+                self._cycle.change_host(self._memory.host, 0 if self._memory.host is None else self._memory.num_slots)
             if name == WEIGHTS and before == "none" and tier == "device":
                 self._weights.make_dummy()
         self._desk.poke_from_compute()
@@ -188,10 +195,10 @@ class NativeEngine:
             if not dummy:
                 raise InputError("the engine's weights were freed", hint="start(dummy=True), then prepare and commit")
             self._memory.move(WEIGHTS, "device")
-        pool = self._memory.provide_kv()
+        pool, host = self._memory.provide_kv(), self._memory.provide_host()
         if dummy:
             self._weights.make_dummy()
-        config = self._config
+        config, spec = self._config, self._decoder.spec
         self._cycle = Cycle(
             Roster(
                 max_running=config.max_running,
@@ -199,14 +206,22 @@ class NativeEngine:
                 page_tokens=config.page_tokens,
                 prefix_cache=config.prefix_cache,
                 emit=self._emit,
+                num_slots=0 if host is None else host.num_slots,
+                rates=plan_rates(
+                    config,
+                    page_bytes=self._memory.page_bytes,
+                    flops_per_token=spec.flops_per_token(0),
+                    device_type=self._device.type,
+                ),
             ),
             Runner(self._decoder, pool, max_running=config.max_running, device=self._device, dtype=self._dtype),
             token_budget=config.token_budget,
             version=self._weights.version,
-            eos_ids=self._decoder.spec.eos_ids if self._tokenizer is None else self._tokenizer.eos_ids,
+            eos_ids=spec.eos_ids if self._tokenizer is None else self._tokenizer.eos_ids,
             tokenizer=self._tokenizer,
             clock=self._clock,
             depth=1 if plan_overlap(config, device_type=self._device.type) else 0,
+            host=host,
         )
         self._desk.failure = ""
         self._emit("engine.started", dummy=dummy, version=self._weights.version, pages=self._memory.num_pages)
@@ -223,6 +238,7 @@ class NativeEngine:
         self._desk.failure = ""
         self._weights.rollback()
         self._memory.move(KV, "none")
+        self._memory.move(KV_HOST, "none")
         if not self._weights.shared:
             self._memory.move(WEIGHTS, "none")
         self._emit("engine.terminated", version=self._weights.version)

@@ -1,9 +1,10 @@
 """Sequences: one completion each, and the states it goes through. In: an admitted Request. Out: its Sequences, and
 TokenChunks cut from what they chose. Pure. Callers: roster, scheduler, settle, cycle.
 
-    waiting → prefilling → decoding → finished
-       ↑          ╰────┬───────╯
-       ╰── preempted ──╯            (any state may end in finished: abort, deadline, interrupt)
+    waiting → prefilling → decoding → finished    (any state may end in finished: abort, deadline, interrupt)
+               ↑  ↑ ╰───┬─────╯ ↑
+               │  ╰─ swapped ───╯    its KV is in host memory: it goes on where it was
+               ╰─ preempted          its KV is gone, or went void: it is computed again
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 from gyre.core.records import Finish, Partial, Request, Support, TokenChunk
 from gyre.engine.draws import draw_key
 from gyre.engine.prefix import BlockKey
+from gyre.engine.swap import Swapped
 
 
 class State(enum.Enum):
@@ -24,14 +26,16 @@ class State(enum.Enum):
     PREFILLING = "prefilling"
     DECODING = "decoding"
     PREEMPTED = "preempted"
+    SWAPPED = "swapped"
     FINISHED = "finished"
 
 
 _NEXT = {
     State.WAITING: {State.PREFILLING, State.DECODING, State.FINISHED},  # straight to decoding: forked from a sibling
-    State.PREFILLING: {State.DECODING, State.PREEMPTED, State.FINISHED},
-    State.DECODING: {State.PREEMPTED, State.FINISHED},
+    State.PREFILLING: {State.DECODING, State.PREEMPTED, State.SWAPPED, State.FINISHED},
+    State.DECODING: {State.PREEMPTED, State.SWAPPED, State.FINISHED},
     State.PREEMPTED: {State.PREFILLING, State.FINISHED},
+    State.SWAPPED: {State.PREFILLING, State.DECODING, State.PREEMPTED, State.FINISHED},  # preempted: its KV went void
     State.FINISHED: set(),
 }
 
@@ -66,11 +70,13 @@ class Sequence:
         "key",
         "keys",
         "keys_root",
+        "lost_tokens",
         "request",
         "row",
         "state",
         "stop_ids",
         "supports",
+        "swapped",
     )
 
     def __init__(self, request: Request, index: int, *, arrival: int, stop_ids: tuple[int, ...]) -> None:
@@ -83,6 +89,8 @@ class Sequence:
         self.key = draw_key(request.seed, index)
         self.keys: list[BlockKey] = []  # block keys under keys_root
         self.keys_root: BlockKey = b""
+        self.swapped: Swapped | None = None  # its KV in host memory, while its state is SWAPPED
+        self.lost_tokens = 0  # whose KV was given up when it was preempted
         self.followers: list[Sequence] = []  # siblings that wait for this one to prefill their prompt
 
     def enter(self, state: State) -> None:
