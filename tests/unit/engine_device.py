@@ -90,6 +90,7 @@ class FakeDevice:
         self.pool = PageMemory()
         self.last_token: dict[int, int] = {}  # by row
         self.largest_step = self.launches = self.fetched = self.computed = 0
+        self.oldest_version = 0  # KV of an older one must not be read any more
 
     def launch(self, rows: Rows, step: Step) -> FakeFlight:
         self.launches += 1
@@ -132,6 +133,7 @@ class FakeDevice:
         held = [self.pool.slots[self._slot(rows, row, position)] for position in range(end)]
         assert [content[2] for content in held] == list(range(end))
         assert {content[0] for content in held} == {self._salt(rows, row)}
+        assert min(content[3] for content in held) >= self.oldest_version
         if rows.kv_version_R[row] != -1:
             assert {content[3] for content in held} == {step.version}
         tokens = np.asarray([content[1] for content in held], np.int32)

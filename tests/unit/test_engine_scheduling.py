@@ -177,7 +177,7 @@ def test_a_swapped_sequence_goes_straight_on(depth: int, prefix: bool) -> None:
 def test_a_half_computed_prompt_is_swapped_too() -> None:
     """A prompt in progress is the victim (it has the lower priority) and goes on prefilling where it was."""
     requests = [plain("high", [0] * 4, 20, priority=1), plain("low", [1] * 24, 2)]
-    roster, _, events, runner = run_alone(requests, num_pages=8, max_running=2, budget=3, prefix=False, num_slots=50)
+    _, _, events, runner = run_alone(requests, num_pages=8, max_running=2, budget=3, prefix=False, num_slots=50)
     (fields,) = [fields for kind, fields in events if kind == "engine.preempted"]
     assert fields["request_id"] == "low" and fields["way"] == "swap" and 0 < fields["computed_tokens"] < 24
     assert runner.computed == 4 + 19 + 24 + 1

@@ -14,13 +14,13 @@ from gyre.engine.cycle import Cycle
 from gyre.engine.roster import Roster
 from gyre.engine.swap import Rates
 
-STEPS = st.integers(0, 8)  # after most rules, so that traffic moves
+STEPS = st.sampled_from([4, 8, 2, 0, 12])  # after most rules, so that traffic moves
 RARELY = st.integers(0, 3).map(lambda drawn: drawn == 3)
 # Few beginnings, so that most prompts share one; then a tail of their own.
 PROMPTS = st.builds(
     lambda base, length, tail: [base] * length + tail,
     st.integers(0, 1),
-    st.integers(1, 13),
+    st.integers(3, 13),
     st.lists(st.integers(0, 3), max_size=2),
 )
 
@@ -29,12 +29,12 @@ class Traffic(RuleBasedStateMachine):
     """Random requests, steps, aborts, interrupts and new versions on a small engine."""
 
     @initialize(
-        num_pages=st.integers(7, 16),
-        max_running=st.integers(1, 6),
+        num_pages=st.integers(8, 12),
+        max_running=st.sampled_from([4, 6, 3, 2, 1]),
         spare=st.integers(0, 12),
         prefix=st.booleans(),
         depth=st.integers(0, 2),
-        num_slots=st.sampled_from([0, 3, 8, 40]),
+        num_slots=st.sampled_from([40, 8, 40, 3, 0]),
         tokens_per_page=st.sampled_from([0.0, 1.5, 3.0]),
     )
     def build(self, num_pages, max_running, spare, prefix, depth, num_slots, tokens_per_page) -> None:
@@ -68,13 +68,13 @@ class Traffic(RuleBasedStateMachine):
 
     @rule(
         prompt=PROMPTS,
-        max_tokens=st.integers(1, 12),
+        max_tokens=st.sampled_from([16, 20, 12, 24, 8, 1]),
         n=st.integers(1, 4),
         priority=st.integers(-1, 1),
         salt=st.sampled_from(["", "a"]),
         chunk_tokens=st.integers(0, 3),
-        ignore_eos=st.booleans(),
-        begun=st.lists(st.integers(0, 12), max_size=4),
+        ignore_eos=st.sampled_from([True, True, False]),
+        begun=st.lists(st.integers(0, 12), max_size=2),
         then=STEPS,
     )
     def submit(self, prompt, max_tokens, n, priority, salt, chunk_tokens, ignore_eos, begun, then) -> None:
@@ -124,9 +124,30 @@ class Traffic(RuleBasedStateMachine):
     @precondition(lambda self: self.open)
     @rule(recompute=st.booleans(), keep_cached=st.booleans(), then=STEPS)
     def new_version(self, recompute: bool, keep_cached: bool, then: int) -> None:
-        self.cycle.change_version(self.cycle.version + 1, recompute=recompute, keep_cached=keep_cached)
-        self.book(self.cycle.flush())
+        self.change_version(recompute, keep_cached)
         self.advance(then)
+
+    @precondition(lambda self: self.swapped)
+    @rule(data=st.data(), what=st.sampled_from(["recompute", "continue", "abort"]))
+    def interfere_with_swapped(self, data, what: str) -> None:
+        """Rare by chance, so drawn on purpose."""
+        if what == "abort":
+            self.book(self.cycle.abort(data.draw(st.sampled_from(self.swapped)), "test"))
+        else:
+            self.change_version(what == "recompute", False)
+            assert what == "continue" or not self.swapped
+        self.advance(12)
+
+    @property
+    def swapped(self) -> list[str]:
+        waiting = self.roster.queue if hasattr(self, "roster") else []
+        return sorted({sequence.request.request_id for sequence in waiting if sequence.swapped is not None})
+
+    def change_version(self, recompute: bool, keep_cached: bool) -> None:
+        self.cycle.change_version(self.cycle.version + 1, recompute=recompute, keep_cached=keep_cached)
+        if recompute:
+            self.runner.oldest_version = self.cycle.version
+        self.book(self.cycle.flush())
 
     @precondition(lambda self: self.open)
     @rule(sure=RARELY)
