@@ -1,5 +1,5 @@
-"""Admission: may this request enter? In: a Request and the engine's limits. Out: None, or the reason to refuse it, in
-words that say what we got and what we accept. Pure. Caller: native.
+"""Admission: may this request enter? In: a Request, the engine's limits, what is unanswered. Out: None, or the reason
+to refuse it, in words that say what we got and what we accept. Pure. Callers: native, desk (`given_tokens`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,35 @@ class Limits:
     context_tokens: int  # longest sequence of the model
     cache_tokens: int  # tokens that the whole KV cache holds
     can_decode: bool  # a tokenizer is there, so stop strings can be found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What is unanswered, or may be: what fits into rows and cache, and as much again as may wait."""
+
+    completions: int
+    tokens: int  # given ones: of prompts and beginnings
+
+
+def given_tokens(request: Request) -> int:
+    """Return how many tokens come with a request; completions share its prompt."""
+    return len(request.tokens) + sum(len(partial.tokens) for partial in request.partials)
+
+
+def find_overload(request: Request, load: Load, most: Load) -> str | None:
+    """Return why there is no place for the request now, or None. Counts what is unanswered and not what happens to
+    run already, so that the verdict depends on no timing."""
+    if load.completions + request.sampling.n > most.completions:
+        return (
+            f"the queue is full: {load.completions} completions are unanswered, this request asks for "
+            f"{request.sampling.n}, and {most.completions} (engine.max_running + engine.max_queued) fit"
+        )
+    if load.tokens and load.tokens + given_tokens(request) > most.tokens:
+        return (
+            f"the queue is full: {load.tokens} given tokens are unanswered, this request has {given_tokens(request)}, "
+            f"and {most.tokens} (the KV cache + engine.max_queued_tokens) fit"
+        )
+    return None
 
 
 def find_refusal(request: Request, limits: Limits) -> str | None:

@@ -41,6 +41,11 @@ class EngineConfig(Section):
     )
     max_running: int = Field(default=256, ge=1, description="Completions that hold KV pages at the same time, at most.")
     max_queued: int = Field(default=16_384, ge=1, description="Completions that wait, at most; more are refused.")
+    max_queued_tokens: int = Field(
+        default=16_777_216,
+        ge=1,
+        description="Tokens of given prompts and beginnings that wait, at most; more are refused.",
+    )
     token_budget: int = Field(
         default=2048, ge=1, description="Tokens of one step at most: decoding ones and prefill chunks."
     )

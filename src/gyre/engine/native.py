@@ -16,7 +16,7 @@ import torch
 from gyre.core.contracts import CommitPolicy
 from gyre.core.errors import InputError
 from gyre.core.records import Component, EngineStats, Health, Manifest, Partial, Request, Tier, TokenChunk, Usage
-from gyre.engine.admission import Limits, find_refusal
+from gyre.engine.admission import Limits, Load, find_overload, find_refusal
 from gyre.engine.config import EngineConfig, plan_overlap, plan_rates
 from gyre.engine.cycle import Cycle, Decodes
 from gyre.engine.desk import Admitted, Desk, by_deadline
@@ -49,12 +49,16 @@ class NativeEngine:
         self._emit, self._clock, self._device, self._dtype = emit, clock, device, dtype
         self._weights = EngineWeights(decoder, shared=shared_weights, version=version, device=device, emit=emit)
         self._memory = EngineMemory(decoder, config, shared_weights=shared_weights, device=device, dtype=dtype)
-        self._desk = Desk(compute=compute, burst=self._burst, blocked=self._why_blocked, emit=emit)
+        self._desk = Desk(compute=compute, burst=self._burst, blocked=self._why_blocked, emit=emit, clock=clock)
         self._limits = Limits(
             vocab_size=decoder.spec.vocab_size,
             context_tokens=decoder.spec.context_tokens,
             cache_tokens=self._memory.num_pages * config.page_tokens,
             can_decode=tokenizer is not None,
+        )
+        self._most = Load(
+            completions=config.max_running + config.max_queued,
+            tokens=self._limits.cache_tokens + config.max_queued_tokens,
         )
         self._cycle: Cycle | None = None  # None while not started
         self._terminating = False
@@ -78,14 +82,14 @@ class NativeEngine:
 
     async def abort(self, request_id: str) -> None:
         cycle = self._cycle
-        if cycle is not None and self._desk.knows(request_id):
+        if cycle is not None and self._desk.knows(request_id) and not self._desk.withdraw(request_id):
             await self._desk.between_steps(self._add, lambda: ((), cycle.abort(request_id, "aborted by the caller")))
 
     async def interrupt(self, *, deadline_s: float) -> Mapping[str, tuple[Partial, ...]]:
         cycle = self._cycle
         if cycle is None:
             return {}
-        work = asyncio.ensure_future(self._desk.between_steps(self._add, cycle.interrupt))
+        work = asyncio.ensure_future(self._desk.between_steps(self._add, cycle.interrupt, held_too=True))
         return await by_deadline(work, deadline_s, "the compute thread to finish its step")
 
     async def stats(self) -> EngineStats:
@@ -94,7 +98,7 @@ class NativeEngine:
         running = 0 if roster is None else roster.rows.num_active
         return EngineStats(
             running=running,
-            waiting=max(0, self._desk.num_completions - running),
+            waiting=max(0, self._desk.load.completions - running),
             prompt_tokens=counters.prompt_tokens,
             prefix_hit_tokens=counters.prefix_hit_tokens,
             generated_tokens=counters.generated_tokens,
@@ -154,7 +158,8 @@ class NativeEngine:
         self._terminating = True
         try:
             if not self._desk.failure:
-                await self._desk.between_steps(self._add, lambda: ((), cycle.abort_all("the engine was terminated")))
+                end_all = lambda: ((), cycle.abort_all("the engine was terminated"))  # noqa: E731
+                await self._desk.between_steps(self._add, end_all, held_too=True)
             await self._desk.on_compute(self._terminate)
         finally:
             self._terminating = False
@@ -276,13 +281,7 @@ class NativeEngine:
             return f"request id '{request.request_id}' is in flight already"
         if reason := find_refusal(request, self._limits):
             return reason
-        running, queued = self._config.max_running, self._config.max_queued
-        if self._desk.num_completions + request.sampling.n > running + queued:
-            return (
-                f"the queue is full: {self._desk.num_completions} completions are unanswered and {running} + {queued} "
-                "(engine.max_running + engine.max_queued) fit"
-            )
-        return None
+        return find_overload(request, self._desk.load, self._most)
 
     def _why_blocked(self) -> str | None:
         """Return why no step can run now, or None."""
