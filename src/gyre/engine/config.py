@@ -49,6 +49,17 @@ class EngineConfig(Section):
     token_budget: int = Field(
         default=2048, ge=1, description="Tokens of one step at most: decoding ones and prefill chunks."
     )
+    rows_at_once: int = Field(
+        default=64,
+        ge=1,
+        description="Rows of logits looked at together for prompt log-probs, alternatives and penalties; bounds their "
+        "memory, see scoring_bytes.",
+    )
+    prompt_logprob_bytes: int = Field(
+        default=64 * 2**20,
+        ge=0,
+        description="Host memory for prompt log-probs of cached pages, so that a prefix hit need not compute them again.",
+    )
     prefix_cache: bool = Field(
         default=True, description="Reuse KV pages of equal beginnings (same version and tenant)."
     )
@@ -100,6 +111,12 @@ def plan_num_slots(config: EngineConfig, *, page_bytes: int) -> int:
             hint="give room for the pages of a few sequences, or 0 for no host pool",
         )
     return slots
+
+
+def scoring_bytes(config: EngineConfig, *, vocab_size: int) -> int:
+    """Return the most device memory that prompt log-probs, alternatives or penalties take beside a step's own logits:
+    float32 logits, their exponentials, and 8-byte sort keys or counts, for `rows_at_once` rows. Pure."""
+    return config.rows_at_once * vocab_size * 24
 
 
 def plan_num_pages(config: EngineConfig, *, page_bytes: int, context_tokens: int, free_bytes: int) -> int:

@@ -9,6 +9,7 @@ abort, interrupt, deadlines, new weights, moves) first books everything in fligh
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -47,14 +48,19 @@ class HostPages(Protocol):
 
 def make_text_stop(tokenizer: Decodes | None) -> TextStop:
     """Look for stop strings in the text of the last tokens only: a token holds at least a byte, and what earlier
-    tokens completed ended the completion then. Keeps no state, so preemption and continuation cannot upset it."""
+    tokens completed ended the completion then, unless min_tokens forbade it: then only what the last token completed
+    counts. Keeps no state, so preemption and continuation cannot upset it."""
 
     def text_stop(sequence: requests.Sequence, tokens: np.ndarray) -> bool:
         assert tokenizer is not None, "admission refuses stop strings without a tokenizer"
         stops = sequence.request.sampling.stop
         window = max(len(stop.encode()) for stop in stops) + SPARE_TOKENS
         text = tokenizer.decode(tokens[-window:].tolist())
-        return any(stop in text for stop in stops)
+        if sequence.request.sampling.min_tokens == 0:
+            return any(stop in text for stop in stops)
+        before = tokenizer.decode(tokens[-window:-1].tolist())
+        old = len(os.path.commonprefix([before, text]))
+        return any(text.rfind(stop) + len(stop) > old for stop in stops if stop in text)
 
     return text_stop
 

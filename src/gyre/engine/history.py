@@ -19,19 +19,20 @@ class History:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._slot_of: dict[int, tuple[int, int]] = {}  # row → slot, and which taking of the row it holds
+        self._slot_of: dict[int, tuple[int, int]] = {}  # row → slot, and which stay in it
         self._free: list[int] = []
         self._ids_SW = torch.zeros((0, 0), dtype=torch.int32, device=device)
 
     def slots(self, rows: Rows, rows_M: np.ndarray) -> Tensor:
         """Return slots_M; rows that were taken since they were last here are loaded with what they know."""
-        for row in [row for row, (_, taken) in self._slot_of.items() if rows.taken_R[row] != taken]:
+        for row in [row for row, (_, stay) in self._slot_of.items() if rows.tenure_R[row] != stay]:
             self._free.append(self._slot_of.pop(row)[0])
         missing = [row for row in rows_M.tolist() if row not in self._slot_of]
         if missing:
             self._grow(len(missing) - len(self._free), int(rows.limit_R[rows_M].max()))
             for row in missing:
-                self._slot_of[row] = (self._free.pop(), int(rows.taken_R[row]))
+                self._slot_of[row] = (self._free.pop(), int(rows.tenure_R[row]))
+                assert rows.known_R[row] == rows.length_R[row], "a row starts with what the host knows"
                 known = torch.from_numpy(rows.tokens_RW[row, : rows.length_R[row]].copy())
                 self._ids_SW[self._slot_of[row][0], : len(known)] = known.to(self._device)
         return torch.tensor([self._slot_of[row][0] for row in rows_M.tolist()], device=self._device)

@@ -17,7 +17,7 @@ from gyre.core.contracts import CommitPolicy
 from gyre.core.errors import InputError
 from gyre.core.records import Component, EngineStats, Health, Manifest, Partial, Request, Tier, TokenChunk, Usage
 from gyre.engine.admission import Limits, Load, find_overload, find_refusal
-from gyre.engine.config import EngineConfig, plan_overlap, plan_rates
+from gyre.engine.config import EngineConfig, plan_overlap, plan_rates, scoring_bytes
 from gyre.engine.cycle import Cycle, Decodes
 from gyre.engine.desk import Admitted, Desk, by_deadline
 from gyre.engine.memory import KV, KV_HOST, WEIGHTS, EngineMemory
@@ -55,6 +55,8 @@ class NativeEngine:
             context_tokens=decoder.spec.context_tokens,
             cache_tokens=self._memory.num_pages * config.page_tokens,
             can_decode=tokenizer is not None,
+            most_completions=config.max_running + config.max_queued,
+            eos_ids=decoder.spec.eos_ids if tokenizer is None else tokenizer.eos_ids,
         )
         self._most = Load(
             completions=config.max_running + config.max_queued,
@@ -67,8 +69,10 @@ class NativeEngine:
     # -- RolloutEngine
 
     def submit(self, request: Request) -> TokenStream:
-        """Enqueue at once and return the stream. Must be called on a running event loop."""
-        stream = TokenStream(request.request_id, max(1, request.sampling.n), self.abort)
+        """Enqueue at once and return the stream. Must be called on a running event loop. A request for an impossible
+        number of completions gets one answer, its refusal."""
+        n, most = request.sampling.n, self._limits.most_completions
+        stream = TokenStream(request.request_id, n if isinstance(n, int) and 1 <= n <= most else 1, self.abort)
         reason = self._why_refuse(request)
         if reason is None:
             deadline_at = None if request.deadline_s is None else self._clock() + request.deadline_s
@@ -218,18 +222,32 @@ class NativeEngine:
                     flops_per_token=spec.flops_per_token(0),
                     device_type=self._device.type,
                 ),
+                score_bytes=config.prompt_logprob_bytes,
             ),
-            Runner(self._decoder, pool, max_running=config.max_running, device=self._device, dtype=self._dtype),
+            Runner(
+                self._decoder,
+                pool,
+                max_running=config.max_running,
+                device=self._device,
+                dtype=self._dtype,
+                rows_at_once=config.rows_at_once,
+            ),
             token_budget=config.token_budget,
             version=self._weights.version,
-            eos_ids=spec.eos_ids if self._tokenizer is None else self._tokenizer.eos_ids,
+            eos_ids=self._limits.eos_ids,
             tokenizer=self._tokenizer,
             clock=self._clock,
             depth=1 if plan_overlap(config, device_type=self._device.type) else 0,
             host=host,
         )
         self._desk.failure = ""
-        self._emit("engine.started", dummy=dummy, version=self._weights.version, pages=self._memory.num_pages)
+        self._emit(
+            "engine.started",
+            dummy=dummy,
+            version=self._weights.version,
+            pages=self._memory.num_pages,
+            scoring_bytes=scoring_bytes(config, vocab_size=self._limits.vocab_size),
+        )
 
     def _commit(self, version: int, policy: CommitPolicy) -> None:
         assert self._cycle is not None

@@ -18,9 +18,9 @@ NULL_PAGE = 0
 class Pages:
     """Allocator with counts over pages 1 … num_pages."""
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, *, score_bytes: int = 0) -> None:
         self.num_pages = num_pages
-        self.prefix = PrefixCache()
+        self.prefix = PrefixCache(score_bytes)
         self._users = np.zeros(num_pages + 1, dtype=np.int32)
         self._cached = np.zeros(num_pages + 1, dtype=bool)
         self._stamps = np.zeros(num_pages + 1, dtype=np.int64)  # how often each was handed out

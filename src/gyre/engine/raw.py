@@ -4,7 +4,7 @@ the batch or the device's order. Callers: sampler, runner, truncation
 (order_key).
 """
 
-# N rows, V vocabulary, E hidden size, K best tokens
+# T tokens, N rows, V vocabulary, E hidden size, K best tokens
 
 from __future__ import annotations
 
@@ -48,24 +48,23 @@ def _best_of(logits_NV: Tensor, count: int) -> Best:
     order_NV = (order_key(logits_NV).long() << 32) + torch.arange(vocab_size - 1, -1, -1, device=logits_NV.device)
     packed_NK = order_NV.topk(count, dim=-1).values
     ids_NK = vocab_size - 1 - (packed_NK & 0xFFFFFFFF)
-    return Best(
-        ids_NK=ids_NK, logprobs_NK=logits_NV.gather(-1, ids_NK) - logits_NV.logsumexp(dim=-1, keepdim=True)
-    )
+    return Best(ids_NK=ids_NK, logprobs_NK=logits_NV.gather(-1, ids_NK) - logits_NV.logsumexp(dim=-1, keepdim=True))
 
 
 def score_targets(
-    hidden_NE: Tensor,
+    hidden_TE: Tensor,
+    places_N: Tensor,
     targets_N: Tensor,
     project: Callable[[Tensor], Tensor],
     *,
     best: int,
     rows_at_once: int,
 ) -> Tensor:
-    """Return float64 [N, 1 + 2·best]: the target's log-prob, the best tokens' ids, their log-probs. Logits exist for
-    `rows_at_once` rows at a time only."""
+    """Return float64 [N, 1 + 2·best]: the log-prob of the target that follows each place, the best tokens' ids, their
+    log-probs. Logits exist for `rows_at_once` rows at a time only."""
     parts = []
-    for hidden_part, targets_part in zip(hidden_NE.split(rows_at_once), targets_N.split(rows_at_once), strict=True):
-        logits_NV = project(hidden_part).float()
+    for places_part, targets_part in zip(places_N.split(rows_at_once), targets_N.split(rows_at_once), strict=True):
+        logits_NV = project(hidden_TE.index_select(0, places_part)).float()
         columns = [raw_logprob(logits_NV, targets_part)[:, None].double()]
         if best:
             found = _best_of(logits_NV, best)

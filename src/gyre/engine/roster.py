@@ -12,6 +12,7 @@ import numpy as np
 
 from gyre.engine.pages import Pages
 from gyre.engine.prefix import extend_keys, root_key
+from gyre.engine.prompts import keep_known, load_known, usable_pages
 from gyre.engine.requests import Sequence, State
 from gyre.engine.rows import Rows
 from gyre.engine.swap import NO_SWAP, PageMoves, Rates, Slots
@@ -44,10 +45,11 @@ class Roster:
         emit: Callable[..., None],
         num_slots: int = 0,
         rates: Rates = NO_SWAP,
+        score_bytes: int = 0,
     ) -> None:
         self.page_tokens, self.prefix_cache, self.emit, self.rates = page_tokens, prefix_cache, emit, rates
         self.rows = Rows(max_running, page_tokens)
-        self.pages = Pages(num_pages)
+        self.pages = Pages(num_pages, score_bytes=score_bytes)
         self.slots = Slots(num_slots)
         self.moves = PageMoves()
         self.queue: list[Sequence] = []  # by rank
@@ -77,7 +79,14 @@ class Roster:
             return np.empty(0, np.int32)
         known = sequence.known_tokens()
         self._extend_keys(sequence, known, (len(known) - 1) // self.page_tokens, version)
-        return self.pages.find(sequence.keys[: (len(known) - 1) // self.page_tokens])
+        hits = self.pages.find(sequence.keys[: (len(known) - 1) // self.page_tokens])
+        if sequence.book is None:
+            return hits
+        sequence.book = sequence.book.under(version)
+        load_known(sequence.book, sequence.keys, self.pages.prefix.scores, self.page_tokens, version)
+        usable = usable_pages(sequence.book, len(hits), self.page_tokens)
+        sequence.hits_given_up = len(hits) - usable
+        return hits[:usable]
 
     # -- moves
 
@@ -102,6 +111,17 @@ class Roster:
         rows, was_preempted = self.rows, sequence.state is State.PREEMPTED
         row = rows.take(sequence)
         sequence.enter(State.PREFILLING)
+        if sequence.book is not None:
+            sequence.book = sequence.book.under(version)
+        if sequence.hits_given_up:
+            self.emit(
+                "engine.hits_recomputed",
+                request_id=sequence.request.request_id,
+                index=sequence.index,
+                pages=sequence.hits_given_up,
+                reason="their prompt log-probs are not kept",
+            )
+            sequence.hits_given_up = 0
         needed = self.num_pages_for(int(rows.length_R[row]))
         self.pages.share(hits)
         rows.add_pages(row, hits)
@@ -131,6 +151,7 @@ class Roster:
             copy = (int(rows.pages_of(leader)[full]), int(tail[0]))
             rows.add_pages(row, tail)
         rows.computed_R[row] = prompt
+        sequence.book = rows.sequence_at(leader).book  # one prompt, one book
         rows.kv_version_R[row] = rows.kv_version_R[leader]
         self.counters.prompt_tokens += prompt
         self.counters.prefix_hit_tokens += prompt
@@ -179,6 +200,8 @@ class Roster:
         blocks = int(min(rows.computed_R[row], rows.known_R[row])) // self.page_tokens
         self._extend_keys(sequence, rows.tokens_RW[row], blocks, version)
         self.pages.remember(sequence.keys[:blocks], rows.pages_of(row)[:blocks], version)
+        if sequence.book is not None:
+            keep_known(sequence.book, sequence.keys[:blocks], self.pages.prefix, self.page_tokens, version)
 
     def num_pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_tokens)

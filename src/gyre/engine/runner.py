@@ -16,11 +16,14 @@ from torch import Tensor
 
 from gyre.engine.attention import KvPool, make_attend, to_device
 from gyre.engine.draws import uniforms
+from gyre.engine.history import History
 from gyre.engine.layout import StepLayout, lay_out
 from gyre.engine.rows import Rows
 from gyre.engine.sampler import Choice, Rules, choose, make_rules
 from gyre.engine.scheduler import Step
+from gyre.engine.scoring import Scores, pieces_of, score_prompts
 from gyre.engine.settle import Sampled
+from gyre.engine.shaping import Past, Shaping, make_shaping
 from gyre.models.decoder import Decoder
 
 
@@ -51,30 +54,47 @@ class StepRunner(Protocol):
 class TorchFlight:
     """Results on their way to pinned host memory; on a CPU they are there already."""
 
-    def __init__(self, choice: Choice | None, rules: Rules | None) -> None:
-        self._choice, self._rules = choice, rules
+    def __init__(self, choice: Choice | None, rules: Rules | None, scores: Scores | None) -> None:
+        self._choice, self._rules, self._scores = choice, rules, scores
         self._packed_3N: Tensor | None = None
+        self._told_A2K: Tensor | None = None
+        self._scored: Tensor | None = None
         self._arrived: torch.cuda.Event | None = None
         if choice is not None:
             packed = torch.stack([choice.tokens_N.double(), choice.logprobs_N.double(), choice.raw_logprobs_N.double()])
-            self._packed_3N = packed.to("cpu", non_blocking=True)  # lands in pinned memory
-            if packed.is_cuda:
-                self._arrived = torch.cuda.Event()
-                self._arrived.record()
+            self._packed_3N = self._send(packed)
+            if choice.best is not None:
+                best = choice.best
+                self._told_A2K = self._send(torch.cat([best.ids_NK.double(), best.logprobs_NK.double()], dim=1))
+        if scores is not None:
+            self._scored = self._send(scores.numbers)
+
+    def _send(self, numbers: Tensor) -> Tensor:
+        """Start the transfer, which lands in pinned memory; the event is that of the last one sent."""
+        there = numbers.to("cpu", non_blocking=True)
+        if numbers.is_cuda:
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+        return there
 
     def fetch(self) -> Sampled:
         """One wait, and two transfers more when there are truncation sets."""
-        if self._choice is None or self._rules is None or self._packed_3N is None:
-            empty = np.empty(0, np.float32)
-            return Sampled(tokens=np.empty(0, np.int32), logprobs=empty, raw_logprobs=empty, supports={})
         if self._arrived is not None:
             self._arrived.synchronize()
+        pieces = ()
+        if self._scores is not None and self._scored is not None:
+            pieces = pieces_of(self._scores, self._scored.numpy())
+        if self._choice is None or self._rules is None or self._packed_3N is None:
+            none = np.empty(0, np.float32)
+            return Sampled(tokens=none.astype(np.int32), logprobs=none, raw_logprobs=none, supports={}, pieces=pieces)
         tokens, logprobs, raw = self._packed_3N.numpy()
         return Sampled(
             tokens=tokens.astype(np.int32),
             logprobs=logprobs.astype(np.float32),
             raw_logprobs=raw.astype(np.float32),
             supports=_fetch_supports(self._choice, self._rules),
+            told={} if self._told_A2K is None else _split_told(self._told_A2K.numpy(), self._rules),
+            pieces=pieces,
         )
 
 
@@ -83,9 +103,19 @@ class Runner:
     and each row's last chosen token."""
 
     def __init__(
-        self, decoder: Decoder, pool: KvPool, *, max_running: int, device: torch.device, dtype: torch.dtype
+        self,
+        decoder: Decoder,
+        pool: KvPool,
+        *,
+        max_running: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        rows_at_once: int = 64,
     ) -> None:
         self.decoder, self.pool, self.device, self.dtype = decoder, pool, device, dtype
+        self._rows_at_once = rows_at_once  # of logits, where prompts, alternatives or penalties need more than one
+        self._history = History(device)
+        self._back_slots: Tensor | None = None  # the history of the rows that the rules were made for
         self.last_token_R = torch.zeros(max_running, dtype=torch.int64, device=device)
         self._rules: Rules | None = None
         self._rules_of: tuple[int, bytes] | None = None  # row revision and rows that the rules were made for
@@ -100,16 +130,48 @@ class Runner:
         hidden_TE = self.decoder.hidden(tokens_T, to_device(layout.positions_T, self.device), attend)
         if step.copies:
             self.pool.copy_pages(step.copies)
+        scores = score_prompts(
+            rows,
+            step,
+            layout.chunk_places_C,
+            hidden_TE,
+            self.decoder.logits,
+            rows_at_once=self._rows_at_once,
+        )
         if len(step.sample_rows) == 0:
-            return TorchFlight(None, None)
+            return TorchFlight(None, None, scores)
         if layout.source_N is not None:
             hidden_TE = hidden_TE.index_select(0, to_device(layout.source_N, self.device))
         rules = self._rules_for(rows, step.sample_rows)
         position_N = step.sample_positions - rows.prompt_R[step.sample_rows]
         uniform_N = to_device(uniforms(rows.key_R[step.sample_rows], position_N), self.device)
-        choice = choose(self.decoder.logits(hidden_TE).float(), rules, uniform_N)
+        logits_NV = self.decoder.logits(hidden_TE).float()
+        if rules.shaping is None:
+            choice = choose(logits_NV, rules, uniform_N)
+        else:
+            choice = self._choose_shaped(logits_NV, rules, rules.shaping, uniform_N, rows, step)
         self.last_token_R.index_copy_(0, to_device(step.sample_rows, self.device), choice.tokens_N)
-        return TorchFlight(choice, rules)
+        return TorchFlight(choice, rules, scores)
+
+    def _choose_shaped(
+        self, logits_NV: Tensor, rules: Rules, shaping: Shaping, uniform_N: Tensor, rows: Rows, step: Step
+    ) -> Choice:
+        """Choose where rows look back or count, and write down what those that look back chose."""
+        chosen_N = to_device(step.sample_positions - rows.prompt_R[step.sample_rows], self.device)
+        if self._back_slots is None or shaping.back_L is None:
+            return choose(logits_NV, rules, uniform_N, chosen_N=chosen_N)
+        back = np.asarray(shaping.back_places)
+        at_L = step.sample_positions[back]
+        length_L = to_device(at_L, self.device)
+        past = Past(
+            ids_LW=self._history.ids(self._back_slots, int(at_L.max())),
+            prompt_L1=to_device(rows.prompt_R[step.sample_rows[back]], self.device)[:, None],
+            length_L1=length_L[:, None],
+        )
+        choice = choose(logits_NV, rules, uniform_N, chosen_N=chosen_N, past=past)
+        tokens_L = choice.tokens_N[shaping.places_M[shaping.back_L]]
+        self._history.append(self._back_slots, length_L, tokens_L)
+        return choice
 
     def _input_tokens(self, rows: Rows, step: Step, layout: StepLayout) -> Tensor:
         """Known tokens from the host; decoding rows' from the last choice, which only the device may know yet."""
@@ -132,6 +194,7 @@ class Runner:
         wanted = (rows.revision, rows_N.tobytes())
         if self._rules is None or self._rules_of != wanted:
             self._rules_of = wanted
+            shaping = self._shaping_for(rows, rows_N)
             self._rules = make_rules(
                 rows.temperature_R[rows_N],
                 rows.top_k_R[rows_N],
@@ -140,8 +203,30 @@ class Runner:
                 rows.truncated_R[rows_N],
                 vocab_size=self.decoder.spec.vocab_size,
                 device=self.device,
+                shaping=shaping,
+                told_N=rows.told_R[rows_N],
+                rows_at_once=self._rows_at_once,
             )
         return self._rules
+
+    def _shaping_for(self, rows: Rows, rows_N: np.ndarray) -> Shaping | None:
+        self._back_slots = None
+        places = np.flatnonzero(rows.shaped_R[rows_N]).tolist()
+        if not places:
+            return None
+        asking = [rows.sequence_at(int(rows_N[place])) for place in places]
+        shaping = make_shaping(
+            places, [(sequence.request.sampling, sequence.stop_ids) for sequence in asking], device=self.device
+        )
+        if shaping.back_places:
+            self._back_slots = self._history.slots(rows, rows_N[np.asarray(shaping.back_places)])
+        return shaping
+
+
+def _split_told(told_A2K: np.ndarray, rules: Rules) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    ids_AK, logprobs_AK = np.split(told_A2K, 2, axis=1)
+    pairs = zip(ids_AK.astype(np.int32), logprobs_AK.astype(np.float32), strict=True)
+    return dict(zip(rules.told_places, pairs, strict=True))
 
 
 def _fetch_supports(choice: Choice, rules: Rules) -> dict[int, np.ndarray]:
