@@ -58,7 +58,7 @@ class EngineConfig(Section):
     prompt_logprob_bytes: int = Field(
         default=64 * 2**20,
         ge=0,
-        description="Host memory for prompt log-probs of cached pages, so that a prefix hit need not compute them again.",
+        description="Host memory for prompt log-probs of cached pages, which a prefix hit must else compute again.",
     )
     prefix_cache: bool = Field(
         default=True, description="Reuse KV pages of equal beginnings (same version and tenant)."

@@ -9,7 +9,6 @@ abort, interrupt, deadlines, new weights, moves) first books everything in fligh
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -59,7 +58,7 @@ def make_text_stop(tokenizer: Decodes | None) -> TextStop:
         if sequence.request.sampling.min_tokens == 0:
             return any(stop in text for stop in stops)
         before = tokenizer.decode(tokens[-window:-1].tolist())
-        old = len(os.path.commonprefix([before, text]))
+        old = next((at for at, (a, b) in enumerate(zip(before, text, strict=False)) if a != b), len(before))
         return any(text.rfind(stop) + len(stop) > old for stop in stops if stop in text)
 
     return text_stop

@@ -88,10 +88,9 @@ def _check_ranges(s: Sampling, most_completions: int) -> Iterable[Check]:
     yield s.max_tokens >= 1, f"max_tokens = {s.max_tokens}: need 1 or more"
     yield s.n >= 1, f"n = {s.n}: need 1 or more"
     yield s.n <= most_completions, f"n = {s.n}: running and waiting together, {most_completions} completions fit"
-    yield (
-        WEAKEST_REPETITION <= s.repetition_penalty <= STRONGEST_REPETITION,
-        f"repetition_penalty = {s.repetition_penalty}: need {WEAKEST_REPETITION:g} to {STRONGEST_REPETITION:g}; 1 is off",
-    )
+    repetition, span = s.repetition_penalty, f"{WEAKEST_REPETITION:g} to {STRONGEST_REPETITION:g}; 1 is off"
+    within = WEAKEST_REPETITION <= repetition <= STRONGEST_REPETITION
+    yield within, f"repetition_penalty = {repetition}: need {span}"
     for name in ("presence_penalty", "frequency_penalty"):
         value = getattr(s, name)
         yield -PENALTY <= value <= PENALTY, f"{name} = {value}: need {-PENALTY:g} to {PENALTY:g}; 0 is off"
