@@ -134,14 +134,20 @@ def test_preemption_changes_nothing(qwen3) -> None:
     ]
     events = Events()
     scarce = {"num_pages": 34, "page_tokens": 4, "max_running": 6, "token_budget": 16}
-    for overlap in (False, True):
+    for overlap, host in [(False, 0), (True, 0), (False, 10**6), (True, 10**6)]:
         results = with_engine(
-            qwen3, lambda engine: answer_all(engine, requests), events=events, overlap=overlap, **scarce
+            qwen3,
+            lambda engine: answer_all(engine, requests),
+            events=events,
+            overlap=overlap,
+            kv_host_bytes=host,
+            prefill_tokens_per_s=1.0,  # so slow that swapping is always cheaper
+            **scarce,
         )
         for i, (tokens, parts) in enumerate(zip(prompts, results, strict=True)):
             for part in parts:
                 check(qwen3, tokens, part.prompt_logprobs, i % 3)
-    assert events.of("engine.preempted")
+    assert {fields["way"] for fields in events.of("engine.preempted")} == {"swap", "recompute"}
 
 
 @pytest.mark.parametrize("policy", ["drain", "keep_prefix", "continue"])

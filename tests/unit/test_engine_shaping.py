@@ -238,6 +238,7 @@ def greedy_by_definition(model, tokens: list[int], s: Sampling, stops: list[int]
     return chosen
 
 
+SCARCE = {"num_pages": 22, "page_tokens": 4, "max_running": 6, "token_budget": 20}
 SHAPED = [
     {"repetition_penalty": 1.7},
     {"frequency_penalty": 1.9, "presence_penalty": 0.8},
@@ -248,7 +249,7 @@ SHAPED = [
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("config", [{}, {"num_pages": 22, "page_tokens": 4, "max_running": 6, "token_budget": 20}])
+@pytest.mark.parametrize("config", [{}, SCARCE, {**SCARCE, "kv_host_bytes": 10**6, "prefill_tokens_per_s": 1.0}])
 def test_penalised_greedy_equals_the_definition_through_batching_and_preemption(qwen3, config, overlap) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(qwen3, dtype=torch.float32)
     requests = [

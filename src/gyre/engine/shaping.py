@@ -63,7 +63,7 @@ def make_shaping(
     bans = [(m, token, s.min_tokens) for m, (s, stops) in enumerate(asks) if s.min_tokens for token in stops]
     bias = [(m, token, value) for m, (s, _) in enumerate(asks) for token, value in s.logit_bias]
 
-    def pairs(found: list[tuple[int, int, float]], dtype: torch.dtype) -> Pairs | None:
+    def pairs(found: Sequence[tuple[int, int, float]], dtype: torch.dtype) -> Pairs | None:
         if not found:
             return None
         rows, ids, numbers = zip(*found, strict=True)
