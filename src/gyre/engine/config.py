@@ -115,8 +115,8 @@ def plan_num_slots(config: EngineConfig, *, page_bytes: int) -> int:
 
 def scoring_bytes(config: EngineConfig, *, vocab_size: int) -> int:
     """Return the most device memory that prompt log-probs, alternatives or penalties take beside a step's own logits:
-    float32 logits, their exponentials, and 8-byte sort keys or counts, for `rows_at_once` rows. Pure."""
-    return config.rows_at_once * vocab_size * 24
+    logits, float32 logits, 8-byte sort keys and what makes them, or counts, for `rows_at_once` rows. Pure."""
+    return config.rows_at_once * vocab_size * 36
 
 
 def plan_num_pages(config: EngineConfig, *, page_bytes: int, context_tokens: int, free_bytes: int) -> int:

@@ -18,8 +18,8 @@ import numpy as np
 from gyre.core.records import Finish, Partial, Request, Support, TokenChunk
 from gyre.engine.draws import draw_key
 from gyre.engine.prefix import BlockKey
-from gyre.engine.swap import Swapped
 from gyre.engine.prompts import PromptBook
+from gyre.engine.swap import Swapped
 
 
 class State(enum.Enum):

@@ -26,7 +26,8 @@ MIN_CANDIDATES = 256
 LOWEST_KEY = -(2**31)  # orders before every finite logit
 HIGHEST_KEY = 2**31 - 1
 MASS_OF_BEST = 2.0**43  # of the best token; up to 2^19 tokens of it stay within int64
-ROWS_AT_ONCE = 64  # bounds the memory of the bisection to about 40 bytes × rows × vocabulary
+ROWS_AT_ONCE = 64  # of the bisection, which bounds its memory to BYTES_EACH × rows × vocabulary
+BYTES_EACH = 48
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -12,7 +12,6 @@ from pydantic import Field, model_validator
 from gyre.core.config import Section
 from gyre.core.records import Sampling
 
-
 SERVING_ONLY = (
     "presence_penalty",
     "frequency_penalty",
