@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from engine_cases import VOCAB, Letters, answer_all, save_tiny, some_tokens, with_engine
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
+from sampling_cases import VOCAB, Letters, answer_all, save_tiny, some_tokens, with_engine
 
 from gyre.core.records import Request, Sampling
 

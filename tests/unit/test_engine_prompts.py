@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from sampling_cases import CPU, VOCAB, Events, answer_all, save_tiny, some_tokens, with_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling_cases import CPU, VOCAB, Events, answer_all, save_tiny, some_tokens, with_engine
 
 from gyre.core.records import Partial, PromptLogprobs, Request, Sampling
 from gyre.engine.prompts import BlockScores, Piece, PromptBook, ScoreStore, load_known, usable_pages

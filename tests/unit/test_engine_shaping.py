@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from sampling_cases import VOCAB, Events, Letters, answer_all, save_tiny, some_tokens, with_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling_cases import VOCAB, Events, Letters, answer_all, save_tiny, some_tokens, with_engine
 
 from gyre.core.records import Request, Sampling
 from gyre.engine.draws import draw_key, uniforms
