@@ -39,9 +39,24 @@ class PageMemory:
 
     def __init__(self) -> None:
         self.slots: dict[tuple[int, int], Content] = {}
+        self.host: dict[int, dict[int, Content]] = {}  # pages in host memory, by slot
+        self.swapped_pages = 0
 
     def clear(self) -> None:
         self.slots.clear()
+
+    def copy_out(self, pages: np.ndarray, slots: np.ndarray) -> None:
+        assert len(set(slots.tolist())) == len(slots)
+        for page, slot in zip(pages.tolist(), slots.tolist(), strict=True):
+            held = {at: self.slots.get((page, at)) for at in range(PAGE_TOKENS)}
+            self.host[slot] = {at: content for at, content in held.items() if content is not None}
+        self.swapped_pages += len(pages)
+
+    def copy_in(self, slots: np.ndarray, pages: np.ndarray) -> None:
+        self.zero_pages(pages)
+        for slot, page in zip(slots.tolist(), pages.tolist(), strict=True):
+            for at, content in self.host[slot].items():
+                self.slots[page, at] = content
 
     def copy(self, source: int, target: int) -> None:
         for offset in range(PAGE_TOKENS):
@@ -75,6 +90,7 @@ class FakeDevice:
         self.pool = PageMemory()
         self.last_token: dict[int, int] = {}  # by row
         self.largest_step = self.launches = self.fetched = self.computed = 0
+        self.oldest_version = 0  # KV of an older one must not be read any more
 
     def launch(self, rows: Rows, step: Step) -> FakeFlight:
         self.launches += 1
@@ -117,6 +133,7 @@ class FakeDevice:
         held = [self.pool.slots[self._slot(rows, row, position)] for position in range(end)]
         assert [content[2] for content in held] == list(range(end))
         assert {content[0] for content in held} == {self._salt(rows, row)}
+        assert min(content[3] for content in held) >= self.oldest_version
         if rows.kv_version_R[row] != -1:
             assert {content[3] for content in held} == {step.version}
         tokens = np.asarray([content[1] for content in held], np.int32)

@@ -3,116 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from engine_cases import Bench, ask, go, make_decoder, tensors_of, tokens_of, versions_of
 
 from gyre.core.errors import InputError, SnapshotError
-from gyre.core.records import Completion, Request, Sampling
-from gyre.engine.config import EngineConfig
-from gyre.engine.native import NativeEngine
 from gyre.engine.streams import collect
-from gyre.models.config import ShapeConfig
-from gyre.models.decoder import Decoder
-from gyre.models.init import init_weights
-from gyre.models.spec import spec_from_shape
 from gyre.weights.manifest import make_manifest
-
-CPU = torch.device("cpu")
-
-
-def make_decoder(seed: int) -> Decoder:
-    shape = ShapeConfig(
-        family="qwen3",
-        hidden_size=32,
-        num_layers=2,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=16,
-        mlp_size=48,
-        tied=True,
-        context_tokens=256,
-    )
-    decoder = Decoder(spec_from_shape(shape, vocab_size=60, bos_id=None, eos_ids=()), device=CPU, dtype=torch.float32)
-    init_weights(decoder, seed)
-    with torch.no_grad():
-        for parameter in decoder.parameters():
-            parameter.mul_(8.0 if parameter.dim() > 1 else 1.0)  # peaked choices, so that versions differ visibly
-    return decoder
-
-
-def tensors_of(decoder: Decoder) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach() for name, parameter in decoder.named_parameters()}
-
-
-class Bench:
-    """One engine, its events and its compute thread."""
-
-    def __init__(self, *, shared: bool, folder: Path | None = None, seed: int = 1, **config) -> None:
-        self.events: list[tuple[str, dict]] = []
-        self.decoder = make_decoder(seed)
-        self.compute = ThreadPoolExecutor(1)
-        self.engine = NativeEngine(
-            self.decoder,
-            EngineConfig(
-                **{"num_pages": 60, "page_tokens": 4, "max_running": 8, "token_budget": 64, **config},
-                disk_folder=str(folder) if folder else None,
-            ),
-            compute=self.compute,
-            emit=lambda kind, **fields: self.events.append((kind, fields)),
-            device=CPU,
-            dtype=torch.float32,
-            shared_weights=shared,
-        )
-
-    async def ask(self, count: int = 3, **fields) -> list[tuple[Completion, ...]]:
-        return list(await asyncio.gather(*[collect(self.engine.submit(one)) for one in ask(count, **fields)]))
-
-    async def move(self, names: list[str], tier) -> None:
-        await asyncio.get_running_loop().run_in_executor(self.compute, lambda: self.engine.move(names, tier))
-
-    async def publish(self, version: int, source: Decoder, *, shared: bool, policy="drain") -> None:
-        tensors = tensors_of(source)
-        await self.engine.prepare(make_manifest(version, tensors, shared=shared, checksums=not shared), tensors)
-        await self.engine.commit(version, policy=policy)
-
-    def check(self) -> None:
-        assert self.engine._cycle is not None
-        self.engine._cycle.roster.check()
-
-    def kinds(self) -> list[str]:
-        return [kind for kind, _ in self.events]
-
-
-def ask(count: int, *, max_tokens: int = 12, **fields) -> list[Request]:
-    generator = np.random.default_rng(0)
-    return [
-        Request(
-            request_id=f"{fields.get('name', 'r')}{i}",
-            tokens=generator.integers(0, 60, 9).astype(np.int32),
-            sampling=Sampling(temperature=0.0, max_tokens=max_tokens),
-            chunk_tokens=fields.get("chunk_tokens", 0),
-            deadline_s=fields.get("deadline_s"),
-        )
-        for i in range(count)
-    ]
-
-
-def tokens_of(results: list[tuple[Completion, ...]]) -> list[list[int]]:
-    return [parts[0].tokens.tolist() for parts in results]
-
-
-def versions_of(results: list[tuple[Completion, ...]]) -> set[int]:
-    return set(np.concatenate([parts[0].versions for parts in results]).tolist())
-
-
-def go(work: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(work(), 60))  # type: ignore[arg-type]
 
 
 def test_dummy_weights_take_no_work_until_a_commit() -> None:
@@ -337,6 +238,33 @@ def test_deadlines_are_answered_running_waiting_and_asleep() -> None:
     go(main)
 
 
+def test_a_request_that_a_drain_keeps_outside_can_be_aborted_and_passes_its_deadline() -> None:
+    async def main() -> None:
+        now = [0.0]
+        bench = Bench(shared=False, burst_steps=1)
+        bench.engine._clock = bench.engine._desk._clock = lambda: now[0]
+        await bench.engine.start(dummy=False)
+        running = bench.engine.submit(ask(1, max_tokens=200, chunk_tokens=1)[0])
+        await anext(running)
+        commit = asyncio.ensure_future(bench.publish(1, make_decoder(2), shared=False, policy="drain"))
+        while not bench.engine._desk._held:
+            await asyncio.sleep(0.001)
+        aborted, late, kept = (
+            bench.engine.submit(replace(ask(1, deadline_s=deadline_s)[0], request_id=name))
+            for name, deadline_s in (("aborted", None), ("late", 3.0), ("kept", None))
+        )
+        await bench.engine.abort("aborted")
+        assert (await collect(aborted))[0].finish == "abort" and not commit.done()
+        now[0] = 4.0
+        assert (await collect(late))[0].finish == "deadline" and not commit.done()
+        await bench.engine.abort("r0")
+        await commit
+        assert versions_of([await collect(kept)]) == {1}
+        bench.check()
+
+    go(main)
+
+
 def test_a_fault_of_ours_answers_everyone_and_a_restart_heals() -> None:
     async def main() -> None:
         bench = Bench(shared=True)
@@ -372,6 +300,21 @@ def test_a_full_queue_refuses_and_a_closed_stream_aborts() -> None:
         finishes = [(await collect(stream))[0].finish for stream in streams[1:5]]
         assert finishes == ["length"] * 4
         assert (await bench.engine.stats()).refused == 2
+        bench.check()
+
+    go(main)
+
+
+def test_too_many_queued_tokens_are_refused_until_some_are_answered() -> None:
+    async def main() -> None:
+        bench = Bench(shared=True, num_pages=20, max_queued_tokens=25)  # 80 + 25 given tokens: eleven prompts of 9
+        await bench.engine.start(dummy=False)
+        results = await bench.ask(13)
+        assert [parts[0].finish for parts in results] == ["length"] * 11 + ["refused"] * 2
+        assert "99 given tokens are unanswered, this request has 9, and 105" in results[11][0].reason
+        assert [parts[0].finish for parts in await bench.ask(11, name="later")] == ["length"] * 11
+        await bench.engine.abort("nobody")
+        assert bench.engine._desk.load.completions == bench.engine._desk.load.tokens == 0
         bench.check()
 
     go(main)

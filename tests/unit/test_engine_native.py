@@ -16,6 +16,7 @@ import transformers
 from gyre.core.records import Completion, Partial, Request, Sampling, Support, TokenChunk
 from gyre.engine.config import EngineConfig
 from gyre.engine.native import NativeEngine
+from gyre.engine.preemption import preempt
 from gyre.engine.streams import collect
 from gyre.models.load import load_hub
 
@@ -164,13 +165,65 @@ def test_tokens_do_not_depend_on_what_else_runs(qwen3: Path, mix: str, temperatu
     assert tokens_of(MIXES[mix](qwen3, requests)) == tokens_of(run(qwen3, requests))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_preemption_does_not_change_tokens(qwen3: Path, temperature: float) -> None:
-    requests = make_requests(8, temperature=temperature, max_tokens=60)
-    for prefix_cache in (False, True):
-        results, stats = run_with_stats(qwen3, requests, num_pages=22, prefix_cache=prefix_cache)
-        assert stats.preemptions > 0
-        assert tokens_of(results) == tokens_of(run(qwen3, requests))
+@pytest.mark.parametrize("rules", [{}, {"temperature": 1.0}, {"temperature": 0.9, "top_p": 0.9}])
+def test_preemption_swap_chunks_and_overlap_do_not_change_tokens(qwen3: Path, rules: dict) -> None:
+    requests = make_requests(8, max_tokens=60, **rules)
+    expected = run(qwen3, requests)
+    tight = {"num_pages": 22}
+    swap = {"kv_host_bytes": 10**7, "prefill_tokens_per_s": 1e-3, **tight}
+    cases = [
+        {**tight, "prefix_cache": False},
+        {**tight, "token_budget": 16, "overlap": True},
+        swap,
+        {**swap, "prefix_cache": False, "overlap": True},
+        {**swap, "token_budget": 17, "overlap": True},
+    ]
+    for config in cases:
+        results, stats = run_with_stats(qwen3, requests, **config)
+        assert stats.preemptions > 0 and stats.host_pages_used == 0
+        assert (stats.swaps_in == stats.swaps_out == stats.preemptions) == ("kv_host_bytes" in config)
+        assert (stats.recomputed_tokens == 0) == ("kv_host_bytes" in config)
+        assert tokens_of(results) == tokens_of(expected)
+        for parts, others in zip(expected, results, strict=True):
+            for part, other in zip(parts, others, strict=True):
+                assert other.logprobs == pytest.approx(part.logprobs, abs=1e-5)
+                assert other.raw_logprobs == pytest.approx(part.raw_logprobs, abs=1e-5)
+
+
+def test_what_comes_back_from_host_memory_is_the_same_to_the_bit(qwen3: Path) -> None:
+    """One request at a time, so that every step has the same shape: swapped out and in after each token, its tokens and
+    log-probs are those of the undisturbed run, bit for bit, and the steps are as many."""
+    _, decoder = load_hub(qwen3, device=CPU, dtype=torch.float32)
+    request = make_requests(1, temperature=1.0, max_tokens=50)[0]
+
+    async def main(disturb: bool):
+        with ThreadPoolExecutor(1) as compute:
+            config = EngineConfig(
+                num_pages=60, page_tokens=8, max_running=2, token_budget=16, burst_steps=1, prefix_cache=False,
+                kv_host_bytes=10**6, prefill_tokens_per_s=1e-3,
+            )  # fmt: skip
+            engine = NativeEngine(decoder, config, compute=compute, emit=no_failure, device=CPU, dtype=torch.float32)
+            await engine.start(dummy=False)
+            cycle = engine._cycle
+            assert cycle is not None
+            if disturb:
+                step = cycle.step
+
+                def swap_and_step():
+                    cycle.quiesce()
+                    for row in cycle.roster.active_rows().tolist():
+                        preempt(cycle.roster, row, reason="test", version=cycle.version)
+                    return step()
+
+                cycle.step = swap_and_step  # type: ignore[method-assign]
+            (part,) = await collect(engine.submit(request))
+            return part, await engine.stats()
+
+    (plain, before), (disturbed, after) = asyncio.run(main(False)), asyncio.run(main(True))
+    assert after.swaps_out == after.swaps_in > 49 and before.swaps_out == 0
+    assert after.steps == before.steps and after.recomputed_tokens == 0
+    for name in ("tokens", "logprobs", "raw_logprobs"):
+        assert getattr(plain, name).tolist() == getattr(disturbed, name).tolist()
 
 
 def test_prefix_hits_do_not_change_tokens(qwen3: Path) -> None:

@@ -34,14 +34,15 @@ def rules(num_rows: int, vocab_size: int, temperature=1.0, top_k=0, top_p=1.0, m
 
 
 def keep_by_definition(logits_V: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> np.ndarray:
-    """The kept ids, in float64 and one token at a time."""
+    """The kept ids, in float64 and one token at a time: min-p, then top-k, then top-p over what those leave."""
     scaled = logits_V.astype(np.float64) / temperature
-    order = sorted(range(len(scaled)), key=lambda token: (-scaled[token], token))
+    order = sorted(np.flatnonzero(scaled > -np.inf).tolist(), key=lambda token: (-scaled[token], token))
+    order = [token for token in order if np.exp(scaled[token] - scaled[order[0]]) >= min_p]
     order = order[: top_k or len(order)]
     weights = np.exp(scaled[order] - scaled[order[0]])
     kept, mass = [], 0.0
     for token, weight in zip(order, weights, strict=True):
-        if kept and ((top_p < 1.0 and mass >= top_p * weights.sum()) or weight < min_p):
+        if kept and top_p < 1.0 and mass >= top_p * weights.sum():
             break
         kept.append(token)
         mass += weight

@@ -122,6 +122,8 @@ def test_an_unknown_key_at_any_depth_is_refused(place):
         ({"rewards": {"parts": [{"kind": "length"}]}}, "rewards.parts.0.soft_tokens is missing"),
         ({"rewards": {"parts": [{"kind": "answer", "weight": "x"}]}}, "rewards.parts.0.weight = 'x': need a number"),
         ({"rewards": {"parts": [{"kind": "answer"}] * 2}}, "rewards.parts: two parts are named"),
+        ({"rollout": {"presence_penalty": 0.5}}, "rollout: presence_penalty is for serving only"),
+        ({"rollout": {"logit_bias": []}}, "leave it out, or use temperature, top_p, top_k or min_p"),
         ({"goal": {"metric": "acuracy"}}, "goal.metric = 'acuracy': need"),
         ({"goal": {}}, "goal: give at least one of"),
     ],

@@ -46,6 +46,31 @@ class Sampling:
     stop_ids: tuple[int, ...] = ()  # token ids, beside the tokenizer's end-of-text
     ignore_eos: bool = False
     n: int = 1  # completions per request
+    # What follows bends the logits before temperature. The trainer does not know of it: serving may, rollouts may not.
+    repetition_penalty: float = 1.0  # of tokens in prompt or completion: positive logits ÷ it, negative × it
+    presence_penalty: float = 0.0  # taken off the logit of each token chosen before
+    frequency_penalty: float = 0.0  # taken off once for each time it was chosen
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit)
+    min_tokens: int = 0  # no stop id is chosen, and no stop string looked for, before this many tokens
+    # What is told besides the tokens; always of the plain softmax ("raw"), whatever the rules above.
+    top_logprobs: int = 0  # best tokens told beside each chosen one
+    prompt_logprobs: int | None = None  # None tells nothing, 0 the prompt tokens' own, k also the best k at each place
+
+    @property
+    def shapes_logits(self) -> bool:
+        """Whether the processed log-probs need more than temperature and truncation to be computed again."""
+        plain = self.repetition_penalty == 1.0 and self.presence_penalty == 0.0 and self.frequency_penalty == 0.0
+        return not (plain and not self.logit_bias and self.min_tokens == 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLogprobs:
+    """Log-probs of a prompt's own tokens under the plain softmax. Entry 0 is never a target: 0.0, version -1, ids 0."""
+
+    logprobs: np.ndarray  # float32 [P]
+    versions: np.ndarray  # int32 [P], policy version that gave each
+    top_ids: np.ndarray  # int32 [P, K], best first; K = sampling.prompt_logprobs
+    top_logprobs: np.ndarray  # float32 [P, K]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,12 +116,15 @@ class TokenChunk:
     request_id: str
     index: int  # which of the request's n completions
     tokens: np.ndarray  # int32 [c], new since the last chunk
-    logprobs: np.ndarray  # float32 [c], after temperature and truncation
-    raw_logprobs: np.ndarray  # float32 [c]
+    logprobs: np.ndarray  # float32 [c], processed: after penalties, bias, temperature and truncation
+    raw_logprobs: np.ndarray  # float32 [c], of the plain softmax
     versions: np.ndarray  # int32 [c]
     support: Support | None = None
     finish: Finish | None = None
     reason: str = ""  # why refused, aborted or past the deadline
+    top_ids: np.ndarray | None = None  # int32 [c, K], best first, equals by id; K = sampling.top_logprobs; None when 0
+    top_logprobs: np.ndarray | None = None  # float32 [c, K], raw
+    prompt_logprobs: PromptLogprobs | None = None  # when asked for, in a completion's first chunk with a token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,12 +134,15 @@ class Completion:
     request_id: str
     index: int
     tokens: np.ndarray  # int32 [C], the stop token included
-    logprobs: np.ndarray  # float32 [C]
-    raw_logprobs: np.ndarray  # float32 [C]
+    logprobs: np.ndarray  # float32 [C], processed
+    raw_logprobs: np.ndarray  # float32 [C], of the plain softmax
     versions: np.ndarray  # int32 [C]
     finish: Finish
     support: Support | None = None
     reason: str = ""
+    top_ids: np.ndarray | None = None  # int32 [C, K]
+    top_logprobs: np.ndarray | None = None  # float32 [C, K], raw
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,6 +301,11 @@ class EngineStats:
     pages_used: int
     pages_total: int
     version: int
+    swaps_out: int = 0  # preemptions that kept the KV in host memory
+    swaps_in: int = 0  # of these, gone on with
+    recomputed_tokens: int = 0  # computed a second time after a preemption
+    host_pages_used: int = 0
+    host_pages_total: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,15 +1,15 @@
-"""Admission: may this request enter? In: a Request and the engine's limits. Out: None, or the reason to refuse it, in
-words that say what we got and what we accept. Pure. Caller: native.
+"""Admission: may this request enter? In: a Request, the engine's limits, what is unanswered. Out: None, or the reason
+to refuse it, in words that say what we got and what we accept. Pure. Callers: native, desk (`given_tokens`).
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 
-from gyre.core.records import Partial, Request, Sampling
+from gyre.core.records import Partial, Request
+from gyre.engine.parameters import LARGEST_COUNT, find_bad_sampling, is_number, is_text, is_whole
 from gyre.engine.requests import truncates
 
 
@@ -21,12 +21,49 @@ class Limits:
     context_tokens: int  # longest sequence of the model
     cache_tokens: int  # tokens that the whole KV cache holds
     can_decode: bool  # a tokenizer is there, so stop strings can be found
+    most_completions: int = LARGEST_COUNT  # of one request: what runs and waits together
+    eos_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What is unanswered, or may be: what fits into rows and cache, and as much again as may wait."""
+
+    completions: int
+    tokens: int  # given ones: of prompts and beginnings
+
+
+def given_tokens(request: Request) -> int:
+    """Return how many tokens come with a request; completions share its prompt."""
+    return len(request.tokens) + sum(len(partial.tokens) for partial in request.partials)
+
+
+def find_overload(request: Request, load: Load, most: Load) -> str | None:
+    """Return why there is no place for the request now, or None. Counts what is unanswered and not what happens to
+    run already, so that the verdict depends on no timing."""
+    if load.completions + request.sampling.n > most.completions:
+        return (
+            f"the queue is full: {load.completions} completions are unanswered, this request asks for "
+            f"{request.sampling.n}, and {most.completions} (engine.max_running + engine.max_queued) fit"
+        )
+    if load.tokens and load.tokens + given_tokens(request) > most.tokens:
+        return (
+            f"the queue is full: {load.tokens} given tokens are unanswered, this request has {given_tokens(request)}, "
+            f"and {most.tokens} (the KV cache + engine.max_queued_tokens) fit"
+        )
+    return None
 
 
 def find_refusal(request: Request, limits: Limits) -> str | None:
     """Return why the engine will not run this request, or None."""
     return (
-        _bad_sampling(request.sampling)
+        find_bad_sampling(
+            request.sampling,
+            vocab_size=limits.vocab_size,
+            most_completions=limits.most_completions,
+            eos_ids=limits.eos_ids,
+        )
+        or _bad_fields(request)
         or _bad_tokens(request, limits)
         or _bad_size(request, limits)
         or _bad_partials(request, limits)
@@ -34,20 +71,23 @@ def find_refusal(request: Request, limits: Limits) -> str | None:
     )
 
 
-def _bad_sampling(s: Sampling) -> str | None:
-    checks = (
-        (
-            math.isfinite(s.temperature) and s.temperature >= 0.0,
-            f"temperature = {s.temperature}: need 0 (greedy) or more",
-        ),
-        (0.0 < s.top_p <= 1.0, f"top_p = {s.top_p}: need more than 0 and at most 1"),
-        (s.top_k >= 0, f"top_k = {s.top_k}: need 0 (all) or more"),
-        (0.0 <= s.min_p <= 1.0, f"min_p = {s.min_p}: need 0 to 1"),
-        (s.max_tokens >= 1, f"max_tokens = {s.max_tokens}: need 1 or more"),
-        (s.n >= 1, f"n = {s.n}: need 1 or more"),
-        (all(s.stop), "an empty stop string: it would end every completion at once"),
-    )
-    return next((reason for ok, reason in checks if not ok), None)
+def _bad_fields(request: Request) -> str | None:
+    for name in ("seed", "priority", "chunk_tokens"):
+        value = getattr(request, name)
+        if not (is_whole(value) or isinstance(value, np.integer)):
+            return f"{name} = {value!r}: need a whole number"
+    if abs(request.priority) > LARGEST_COUNT:
+        return f"priority = {request.priority}: need {-LARGEST_COUNT} to {LARGEST_COUNT}"
+    if not 0 <= request.chunk_tokens <= LARGEST_COUNT:
+        return f"chunk_tokens = {request.chunk_tokens}: need 0 (one chunk at the end) or more, to {LARGEST_COUNT}"
+    if request.deadline_s is not None and not is_number(request.deadline_s):
+        return f"deadline_s = {request.deadline_s!r}: need None or a finite number"
+    if not is_text(request.tenant_salt):
+        return f"tenant_salt = {request.tenant_salt!r}: need text that UTF-8 can hold"
+    tokens = request.tokens
+    if not (isinstance(tokens, np.ndarray) and tokens.ndim == 1 and tokens.dtype.kind in "iu"):
+        return "the prompt is no one-dimensional array of whole numbers"
+    return None
 
 
 def _bad_tokens(request: Request, limits: Limits) -> str | None:
@@ -56,8 +96,6 @@ def _bad_tokens(request: Request, limits: Limits) -> str | None:
     low, high = int(request.tokens.min()), int(request.tokens.max())
     if low < 0 or high >= limits.vocab_size:
         return f"prompt token {low if low < 0 else high}: the vocabulary has 0 to {limits.vocab_size - 1}"
-    if request.chunk_tokens < 0:
-        return f"chunk_tokens = {request.chunk_tokens}: need 0 (one chunk at the end) or more"
     return None
 
 
@@ -114,6 +152,4 @@ def _unsupported(request: Request, limits: Limits) -> str | None:
         return "a grammar: this engine has no grammar support"
     if request.sampling.stop and not limits.can_decode:
         return "stop strings: this engine was built without a tokenizer; use stop_ids"
-    if not (isinstance(request.seed, (int, np.integer)) and isinstance(request.priority, (int, np.integer))):
-        return f"seed = {request.seed!r}, priority = {request.priority!r}: need whole numbers"
     return None

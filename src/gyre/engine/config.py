@@ -5,6 +5,8 @@ from __future__ import annotations
 from pydantic import Field, model_validator
 
 from gyre.core.config import Section
+from gyre.core.errors import ConfigError
+from gyre.engine.swap import Rates
 
 PAGE_TOKENS = {"cpu": 16, "cuda": 64}
 
@@ -29,10 +31,41 @@ class EngineConfig(Section):
         lt=1.0,
         description="Fraction of the free device memory for KV pages; 0 sizes them by max_running.",
     )
+    kv_host_bytes: int = Field(
+        default=0, ge=0, description="Bytes of host memory (pinned beside a GPU) for KV of preempted ones; 0: none."
+    )
+    swap_bytes_per_s: float = Field(
+        default=0.0,
+        ge=0.0,
+        description="Bytes per second between device and host that preemption reckons with; 0: 5e10 on a GPU (PCIe 5 "
+        "x16), 5e9 on a CPU.",
+    )
+    prefill_tokens_per_s: float = Field(
+        default=0.0,
+        ge=0.0,
+        description="Prompt tokens per second that preemption reckons with; 0: from 4e14 FLOP/s on a GPU, 1e11 on a "
+        "CPU, and the model's FLOPs per token.",
+    )
     max_running: int = Field(default=256, ge=1, description="Completions that hold KV pages at the same time, at most.")
     max_queued: int = Field(default=16_384, ge=1, description="Completions that wait, at most; more are refused.")
+    max_queued_tokens: int = Field(
+        default=16_777_216,
+        ge=1,
+        description="Tokens of given prompts and beginnings that wait, at most; more are refused.",
+    )
     token_budget: int = Field(
         default=2048, ge=1, description="Tokens of one step at most: decoding ones and prefill chunks."
+    )
+    rows_at_once: int = Field(
+        default=64,
+        ge=1,
+        description="Rows of logits looked at together for prompt log-probs, alternatives and penalties; bounds their "
+        "memory, see scoring_bytes.",
+    )
+    prompt_logprob_bytes: int = Field(
+        default=64 * 2**20,
+        ge=0,
+        description="Host memory for prompt log-probs of cached pages, which a prefix hit must else compute again.",
     )
     prefix_cache: bool = Field(
         default=True, description="Reuse KV pages of equal beginnings (same version and tenant)."
@@ -75,6 +108,33 @@ def plan_engine(config: EngineConfig, *, device_type: str) -> EngineConfig:
             "overlap": on_gpu if config.overlap is None else config.overlap,
         }
     )
+
+
+def plan_rates(config: EngineConfig, *, page_bytes: int, flops_per_token: int, device_type: str) -> Rates:
+    """Return what the choice between swapping and computing again goes by."""
+    on_gpu = device_type == "cuda"
+    return Rates(
+        page_bytes=page_bytes,
+        swap_bytes_per_s=config.swap_bytes_per_s or (5e10 if on_gpu else 5e9),
+        prefill_tokens_per_s=config.prefill_tokens_per_s or (4e14 if on_gpu else 1e11) / flops_per_token,
+    )
+
+
+def plan_num_slots(config: EngineConfig, *, page_bytes: int) -> int:
+    """Return the number of page slots in host memory."""
+    slots = config.kv_host_bytes // page_bytes
+    if config.kv_host_bytes and not slots:
+        raise ConfigError(
+            f"engine.kv_host_bytes = {config.kv_host_bytes}: one KV page has {page_bytes} bytes",
+            hint="give room for the pages of a few sequences, or 0 for no host pool",
+        )
+    return slots
+
+
+def scoring_bytes(config: EngineConfig, *, vocab_size: int) -> int:
+    """Return the most device memory that prompt log-probs, alternatives or penalties take beside a step's own logits:
+    logits, float32 logits, 8-byte sort keys and what makes them, or counts, for `rows_at_once` rows. Pure."""
+    return config.rows_at_once * vocab_size * 36
 
 
 def plan_num_pages(config: EngineConfig, *, page_bytes: int, context_tokens: int, free_bytes: int) -> int:

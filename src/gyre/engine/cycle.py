@@ -18,10 +18,12 @@ import numpy as np
 
 from gyre.core.records import Finish, Partial, Request, TokenChunk
 from gyre.engine import requests
+from gyre.engine.preemption import mix_versions, preempt, void_swapped
 from gyre.engine.roster import Roster
 from gyre.engine.runner import Flight, StepRunner
 from gyre.engine.scheduler import Step, must_preempt, schedule
 from gyre.engine.settle import TextStop, advance, book, end_complete_partials, end_request
+from gyre.engine.swap import Slots
 
 SPARE_TOKENS = 4  # decoded beyond the longest stop string, so that its first character never lies at the window's edge
 
@@ -35,16 +37,29 @@ class Decodes(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
+class HostPages(Protocol):
+    """Where KV pages lie while their sequence is swapped. Copies are queued on the device, in order, between steps."""
+
+    def copy_out(self, pages: np.ndarray, slots: np.ndarray) -> None: ...
+
+    def copy_in(self, slots: np.ndarray, pages: np.ndarray) -> None: ...
+
+
 def make_text_stop(tokenizer: Decodes | None) -> TextStop:
     """Look for stop strings in the text of the last tokens only: a token holds at least a byte, and what earlier
-    tokens completed ended the completion then. Keeps no state, so preemption and continuation cannot upset it."""
+    tokens completed ended the completion then, unless min_tokens forbade it: then only what the last token completed
+    counts. Keeps no state, so preemption and continuation cannot upset it."""
 
     def text_stop(sequence: requests.Sequence, tokens: np.ndarray) -> bool:
         assert tokenizer is not None, "admission refuses stop strings without a tokenizer"
         stops = sequence.request.sampling.stop
         window = max(len(stop.encode()) for stop in stops) + SPARE_TOKENS
         text = tokenizer.decode(tokens[-window:].tolist())
-        return any(stop in text for stop in stops)
+        if sequence.request.sampling.min_tokens == 0:
+            return any(stop in text for stop in stops)
+        before = tokenizer.decode(tokens[-window:-1].tolist())
+        old = next((at for at, (a, b) in enumerate(zip(before, text, strict=False)) if a != b), len(before))
+        return any(text.rfind(stop) + len(stop) > old for stop in stops if stop in text)
 
     return text_stop
 
@@ -71,8 +86,9 @@ class Cycle:
         tokenizer: Decodes | None,
         clock: Callable[[], float],
         depth: int = 0,
+        host: HostPages | None = None,
     ) -> None:
-        self.roster, self.runner, self.version = roster, runner, version
+        self.roster, self.runner, self.version, self.host = roster, runner, version, host
         self._token_budget, self._eos_ids, self._clock, self._depth = token_budget, eos_ids, clock, depth
         self._text_stop = make_text_stop(tokenizer)
         self._deadlines: dict[str, float] = {}
@@ -100,6 +116,7 @@ class Cycle:
             self.quiesce()
         step = schedule(self.roster, token_budget=self._token_budget, version=self.version)
         if step is not None:
+            self._swap(step)
             self._in_flight.append(InFlight(step=step, flight=self.runner.launch(self.roster.rows, step)))
             advance(self.roster, step)
         if self._in_flight and (step is None or len(self._in_flight) > self._depth):
@@ -156,17 +173,25 @@ class Cycle:
         """The pages' contents are about to go: whoever runs computes again, and nothing stays cached."""
         self.quiesce()
         self._preempt_all(reason)
+        void_swapped(self.roster, reason)
         dropped = self.roster.pages.drop_cached()
         self.roster.emit("engine.prefix_cleared", pages=dropped, reason=reason)
 
+    def change_host(self, host: HostPages | None, num_slots: int) -> None:
+        """The host pool came or goes; what was in it is gone."""
+        self.quiesce()
+        void_swapped(self.roster, "engine.kv_host moved")
+        self.host, self.roster.slots = host, Slots(num_slots)
+
     def change_version(self, version: int, *, recompute: bool, keep_cached: bool) -> None:
-        """From the next step on tokens are chosen by `version`. Running sequences keep their KV unless `recompute`;
-        KV of mixed versions is never cached. Cached pages of other versions can never match again."""
+        """From the next step on tokens are chosen by `version`. Running and swapped sequences keep their KV unless
+        `recompute`; KV of mixed versions is never cached. Cached pages of other versions can never match again."""
         self.quiesce()
         if recompute:
             self._preempt_all("new weights")
+            void_swapped(self.roster, "new weights")
         self.version = version
-        self.roster.rows.kv_version_R[:] = -1
+        mix_versions(self.roster)
         if not keep_cached:
             dropped = self.roster.pages.drop_cached(keep_version=version)
             self.roster.emit("engine.prefix_cleared", pages=dropped, reason="new weights")
@@ -195,4 +220,13 @@ class Cycle:
 
     def _preempt_all(self, reason: str) -> None:
         for row in self.roster.active_rows().tolist():
-            self.roster.preempt(row, reason=reason, version=self.version)
+            preempt(self.roster, row, reason=reason, version=self.version, must_recompute=True)
+
+    def _swap(self, step: Step) -> None:
+        if step.swap_out is None and step.swap_in is None:
+            return
+        assert self.host is not None, "there are no slots without a host pool"
+        if step.swap_out is not None:
+            self.host.copy_out(*step.swap_out)
+        if step.swap_in is not None:
+            self.host.copy_in(*step.swap_in)

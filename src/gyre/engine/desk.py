@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from gyre.core.errors import DeadlineError
-from gyre.core.records import Request, TokenChunk
+from gyre.core.records import Finish, Request, TokenChunk
+from gyre.engine.admission import Load, given_tokens
 from gyre.engine.streams import TokenStream, end_chunk
 
 Result = TypeVar("Result")
+WITHDRAWN, LATE = "aborted by the caller", "the request's deadline passed"
 LOOK_AGAIN_S = 0.05  # while nothing can run, for the deadlines of those that wait
 
 
@@ -28,6 +30,9 @@ class Admitted:
 
     request: Request
     deadline_at: float | None  # by the engine's clock
+
+    def is_late(self, now: float) -> bool:
+        return self.deadline_at is not None and now >= self.deadline_at
 
 
 class Desk:
@@ -40,11 +45,14 @@ class Desk:
         burst: Callable[[Sequence[Admitted]], list[TokenChunk]],
         blocked: Callable[[], str | None],
         emit: Callable[..., None],
+        clock: Callable[[], float],
     ) -> None:
-        self._compute, self._burst, self._blocked, self._emit = compute, burst, blocked, emit
+        self._compute, self._burst, self._blocked, self._emit, self._clock = compute, burst, blocked, emit, clock
+        self.load = Load(completions=0, tokens=0)  # unanswered
         self.failure = ""  # why the cycle broke
         self.in_a_hurry = False  # somebody waits for the compute thread: a burst should end after its step
         self._streams: dict[str, TokenStream] = {}  # unanswered requests
+        self._tokens: dict[str, int] = {}  # given ones, of unanswered requests
         self._incoming: list[Admitted] = []  # not in the cycle yet
         self._held = False
         self._pump_task: asyncio.Task[None] | None = None
@@ -57,18 +65,19 @@ class Desk:
     def num_requests(self) -> int:
         return len(self._streams)
 
-    @property
-    def num_completions(self) -> int:
-        """Unanswered completions."""
-        return sum(len(stream.unfinished) for stream in self._streams.values())
-
     def knows(self, request_id: str) -> bool:
         return request_id in self._streams
 
     def accept(self, admitted: Admitted, stream: TokenStream) -> None:
         self._streams[stream.request_id] = stream
+        self._tokens[stream.request_id] = given_tokens(admitted.request)
         self._incoming.append(admitted)
+        self._count(completions=len(stream.unfinished), tokens=self._tokens[stream.request_id])
         self.poke()
+
+    def withdraw(self, request_id: str) -> bool:
+        """Answer a request "abort" that has not entered the cycle yet. False when it has."""
+        return self._end_incoming(lambda admitted: admitted.request.request_id == request_id, "abort", WITHDRAWN) > 0
 
     def is_drained(self) -> bool:
         return not self._streams
@@ -98,9 +107,12 @@ class Desk:
         self,
         add: Callable[[Sequence[Admitted]], list[TokenChunk]],
         work: Callable[[], tuple[Result, list[TokenChunk]]],
+        *,
+        held_too: bool = False,
     ) -> Result:
-        """Run work on the cycle with every accepted request in it, and deliver its chunks."""
-        batch, self._incoming = self._incoming, []
+        """Run work on the cycle with every accepted request in it (those held outside if asked), and deliver its
+        chunks."""
+        batch = self._take_incoming() if held_too or not self._held else []
 
         def both() -> tuple[Result, list[TokenChunk]]:
             added = add(batch)
@@ -155,9 +167,9 @@ class Desk:
         self._poked = asyncio.Event()
         while self._streams:
             self._poked.clear()
-            batch: list[Admitted] = []
-            if not self._held:
-                batch, self._incoming = self._incoming, []
+            if self._held:
+                self._end_late(self._clock())
+            batch = [] if self._held else self._take_incoming()
             self.in_a_hurry = False
             loop = asyncio.get_running_loop()
             try:
@@ -170,12 +182,36 @@ class Desk:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._poked.wait(), LOOK_AGAIN_S)
 
+    def _take_incoming(self) -> list[Admitted]:
+        batch, self._incoming = self._incoming, []
+        return batch
+
+    def _end_late(self, now: float) -> None:
+        self._end_incoming(lambda admitted: admitted.is_late(now), "deadline", LATE)
+
+    def _end_incoming(self, is_due: Callable[[Admitted], bool], finish: Finish, reason: str) -> int:
+        """Answer those that are due and have not entered the cycle. Returns how many."""
+        due = [admitted for admitted in self._incoming if is_due(admitted)]
+        self._incoming = [admitted for admitted in self._incoming if not is_due(admitted)]
+        for admitted in due:
+            name = admitted.request.request_id
+            self._deliver([end_chunk(name, index, finish, reason) for index in self._streams[name].unfinished])
+            if finish == "deadline":
+                self._emit("engine.deadline", request_id=name)
+        return len(due)
+
+    def _count(self, *, completions: int = 0, tokens: int = 0) -> None:
+        self.load = Load(completions=self.load.completions + completions, tokens=self.load.tokens + tokens)
+
     def _deliver(self, chunks: Sequence[TokenChunk]) -> None:
         for chunk in chunks:
             stream = self._streams[chunk.request_id]
             stream.push(chunk)
+            if chunk.finish is not None:
+                self._count(completions=-1)
             if not stream.unfinished:
                 del self._streams[chunk.request_id]
+                self._count(tokens=-self._tokens.pop(chunk.request_id))
         for future, is_done in self._waiters:
             if not future.done() and is_done():
                 future.set_result(None)

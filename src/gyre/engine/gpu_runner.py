@@ -23,8 +23,8 @@ from gyre.engine.gpu_state import DeviceRows, Staging
 from gyre.engine.rows import Rows
 from gyre.engine.rulebook import RuleBook
 from gyre.engine.runner import Flight, TorchFlight
-from gyre.engine.sampler import choose
 from gyre.engine.scheduler import Step
+from gyre.engine.scoring import Scores, score_prompts
 from gyre.engine.settle import Sampled
 from gyre.kernels.gpu.decode_attention import DecodeWork
 from gyre.kernels.gpu.pointwise import enter_pages
@@ -62,6 +62,7 @@ class GpuRunner:
         *,
         max_running: int,
         token_budget: int,
+        rows_at_once: int,
         invariant: bool,
         emit: Callable[..., None],
     ) -> None:
@@ -98,7 +99,8 @@ class GpuRunner:
         self._out_3B = torch.zeros(3, max_running, dtype=torch.int32, device=self.device)
         self._out_host = [torch.zeros(3, max_running, dtype=torch.int32, pin_memory=True) for _ in range(OUT_SLOTS)]
         self._turn = 0
-        self._rules = RuleBook(spec.vocab_size, self.device)
+        self._rules = RuleBook(spec.vocab_size, self.device, rows_at_once=rows_at_once)
+        self._rows_at_once = rows_at_once  # of logits, where prompts are scored
         self._batches = plan_graph_batches(max_running)
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._logits_of: dict[int, Tensor] = {}  # of the graphs that stop before sampling
@@ -114,28 +116,27 @@ class GpuRunner:
         self._check_addresses()
         if len(step.restored_rows):
             self._restore(rows, step)
-        plain = not rows.truncated_R[step.sample_rows].any()
+        row_N = step.sample_rows
+        plain = not (rows.truncated_R[row_N] | rows.shaped_R[row_N] | (rows.told_R[row_N] > 0)).any()
         if step.chunks:
-            logits_NV = self._run_mixed(rows, step)
+            logits_NV, scores = self._run_mixed(rows, step)
         else:
-            logits_NV = self._replay(rows, step, plain)
+            logits_NV, scores = self._replay(rows, step, plain), None
         if step.copies:
             self.pool.copy_pages(step.copies)
-        count = len(step.sample_rows)
-        if logits_NV is not None and count and not plain:
-            return self._choose_by_rules(rows, step, logits_NV)
-        if logits_NV is not None and count:
-            self._sample(logits_NV, count)
-        return self._bring_out(count)
+        if logits_NV is not None and (scores is not None or not plain):
+            return self._choose_by_rules(rows, step, logits_NV, scores)
+        if logits_NV is not None:
+            self._sample(logits_NV, len(row_N))
+        return TorchFlight(None, None, scores) if len(row_N) == 0 else self._bring_out(len(row_N))
 
-    def _choose_by_rules(self, rows: Rows, step: Step, logits_NV: Tensor) -> Flight:
-        """Choose outside the graphs, for rows that truncate."""
-        rules = self._rules.rules_for(rows, step.sample_rows)
+    def _choose_by_rules(self, rows: Rows, step: Step, logits_NV: Tensor, scores: Scores | None) -> Flight:
+        """Choose outside the graphs: rows truncate, are shaped, or tell alternatives; or prompts are scored beside."""
         count = len(step.sample_rows)
-        choice = choose(logits_NV.float(), rules, self._staging.on_device["uniform"][:count])
+        choice, rules = self._rules.choose(logits_NV.float(), rows, step, self._staging.on_device["uniform"][:count])
         row_N = self._staging.on_device["row"][:count]
         self._rows.last_R.index_copy_(0, row_N.long(), choice.tokens_N.int())
-        return TorchFlight(choice, rules)
+        return TorchFlight(choice, rules, scores)
 
     def _restore(self, rows: Rows, step: Step) -> None:
         """Rows that start decoding with a token that the device has not chosen: it comes from the host."""
@@ -187,8 +188,9 @@ class GpuRunner:
         views["uniform"][:count] = uniforms(rows.key_R[row_N], position_N - rows.prompt_R[row_N])
         views["inverse"][count:size], views["uniform"][count:size] = 1.0, 0.0
 
-    def _run_mixed(self, rows: Rows, step: Step) -> Tensor | None:
-        """Run a step with prompt chunks. Returns logits_NV of the rows that choose, or None when none does."""
+    def _run_mixed(self, rows: Rows, step: Step) -> tuple[Tensor | None, Scores | None]:
+        """Run a step with prompt chunks. Returns logits_NV of the rows that choose, or None when none does; and the
+        log-probs of prompts that want them."""
         num_decode, num_rows = len(step.decode_rows), len(step.sample_rows)
         self._stage_decode(rows, step, num_decode)
         chunks = ChunkArrays.of(step.chunks, num_decode)
@@ -199,9 +201,10 @@ class GpuRunner:
             torch.index_select(self._rows.last_R, 0, row_T[:num_decode], out=token_T[:num_decode])
         attend = self._attention.mixed(self._decode_work(num_decode), num_decode, chunks)
         x_TE = self._forward.residual(token_T, position_T, row_T, attend)
+        scores = score_prompts(rows, step, chunks.first_C, x_TE, self._forward.logits, rows_at_once=self._rows_at_once)
         if num_rows == 0:
-            return None
-        return self._forward.logits(x_TE.index_select(0, device["source"][:num_rows]))
+            return None, scores
+        return self._forward.logits(x_TE.index_select(0, device["source"][:num_rows])), scores
 
     def _stage_mixed(self, rows: Rows, step: Step, chunks: ChunkArrays) -> int:
         """Write and send the tokens. Returns how many there are."""

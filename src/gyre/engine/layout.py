@@ -54,6 +54,7 @@ class StepLayout:
     source_N: (
         np.ndarray | None
     )  # int64, the token whose hidden state each sampling row continues; None for all, in order
+    chunk_places_C: np.ndarray  # int64, where the first token of each of the step's chunks lies
     buckets: tuple[Bucket, ...]
 
 
@@ -80,6 +81,7 @@ def lay_out(rows: Rows, step: Step, *, num_kv_heads: int) -> StepLayout:
         positions_T=positions_T,
         write_2TK=slot_T[None, :, None] + head_2K,
         source_N=_find_sources(step, order_S, last_S),
+        chunk_places_C=(last_S - count_S)[np.argsort(order_S)[num_decode:]],
         buckets=tuple(
             _make_bucket(rows, row_S[a:b], start_S[a:b], count_S[a:b], int(pages_S[a:b].max()), num_kv_heads, first)
             for (a, b), first in zip(bounds, [0, *(int(last_S[b - 1]) for _, b in bounds)], strict=False)

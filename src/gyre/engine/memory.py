@@ -1,4 +1,5 @@
-"""Engine memory: `engine.kv` and, unless shared, `engine.weights`, as components that move between tiers.
+"""Engine memory: `engine.kv` and, unless shared, `engine.weights`, as components that move between tiers; and
+`engine.kv_host`, the slots for swapped KV, which lives in host memory or nowhere.
 
 In: config, decoder. Out: the KV pool, and the MemoryTenant's three answers. Caller: native, on the compute thread.
 The KV pool's tensor is made once; leaving the device frees its bytes and keeps its identity.
@@ -15,11 +16,13 @@ import torch
 from gyre.core.errors import InputError
 from gyre.core.records import Component, Tier, Usage
 from gyre.engine.attention import KvPool
-from gyre.engine.config import EngineConfig, plan_num_pages
+from gyre.engine.config import EngineConfig, plan_num_pages, plan_num_slots
+from gyre.engine.host_kv import HostKv
 from gyre.models.decoder import Decoder
 from gyre.vram.pools import PoolTenant, StoragePool
 
-KV, WEIGHTS = "engine.kv", "engine.weights"
+KV, WEIGHTS, KV_HOST = "engine.kv", "engine.weights", "engine.kv_host"
+HOST_TIERS: tuple[Tier, ...] = ("host", "none")
 
 
 def free_device_bytes(device: torch.device) -> int:
@@ -37,13 +40,16 @@ class EngineMemory:
         self._decoder, self._config, self._device, self._dtype = decoder, config, device, dtype
         self._folder = Path(config.disk_folder) if config.disk_folder else None
         spec = decoder.spec
+        self.page_bytes = spec.kv_bytes_per_token(dtype) * config.page_tokens
         self.num_pages = plan_num_pages(
             config,
-            page_bytes=spec.kv_bytes_per_token(dtype) * config.page_tokens,
+            page_bytes=self.page_bytes,
             context_tokens=spec.context_tokens,
             free_bytes=free_device_bytes(device),
         )
-        self._kv_bytes = spec.kv_bytes_per_token(dtype) * config.page_tokens * (self.num_pages + 1)
+        self.num_slots = plan_num_slots(config, page_bytes=self.page_bytes)
+        self.host: HostKv | None = None
+        self._kv_bytes = self.page_bytes * (self.num_pages + 1)
         self._pool: KvPool | None = None
         self._tenant = PoolTenant([])
         if not shared_weights:
@@ -67,6 +73,12 @@ class EngineMemory:
         self._tenant.move([KV], "device")
         return self._pool
 
+    def provide_host(self) -> HostKv | None:
+        """Return the host pool, made when it is not there. None when the config has none."""
+        if self.host is None and self.num_slots:
+            self.host = HostKv(self.provide_kv(), self.num_slots, name=KV_HOST)
+        return self.host
+
     def tier(self, name: str) -> Tier:
         return next(component.tier for component in self.components() if component.name == name)
 
@@ -81,9 +93,15 @@ class EngineMemory:
         if self._pool is None:
             tiers: tuple[Tier, ...] = ("device", "host", "disk", "none") if self._folder else ("device", "host", "none")
             made.append(Component(name=KV, size_bytes=self._kv_bytes, tier="none", tiers=tiers))
+        if self.num_slots:
+            size_bytes, tier = self.num_slots * self.page_bytes, "none" if self.host is None else "host"
+            made.append(Component(name=KV_HOST, size_bytes=size_bytes, tier=tier, tiers=HOST_TIERS))
         return made
 
     def move(self, name: str, tier: Tier) -> None:
+        if name == KV_HOST:
+            self._move_host(tier)
+            return
         if name == KV and self._pool is None:
             if tier == "device":
                 self.provide_kv()
@@ -93,5 +111,18 @@ class EngineMemory:
         self._tenant.move([name], tier)
 
     def measure(self) -> Mapping[str, Usage]:
-        nothing = {KV: Usage(device_bytes=0, host_bytes=0, disk_bytes=0)}
-        return {**nothing, **self._tenant.measure()}
+        measured = {KV: Usage(device_bytes=0, host_bytes=0, disk_bytes=0), **self._tenant.measure()}
+        if self.num_slots:
+            host_bytes = 0 if self.host is None else self.host.size_bytes
+            measured[KV_HOST] = Usage(device_bytes=0, host_bytes=host_bytes, disk_bytes=0)
+        return measured
+
+    def _move_host(self, tier: Tier) -> None:
+        if tier not in HOST_TIERS:
+            raise InputError(f"component {KV_HOST} may not live on tier '{tier}' (accepted: {', '.join(HOST_TIERS)})")
+        if tier == "none":
+            if self.host is not None:
+                self.host.wait()
+            self.host = None
+        else:
+            self.provide_host()

@@ -16,11 +16,11 @@ import torch
 from gyre.core.contracts import CommitPolicy
 from gyre.core.errors import InputError
 from gyre.core.records import Component, EngineStats, Health, Manifest, Partial, Request, Tier, TokenChunk, Usage
-from gyre.engine.admission import Limits, find_refusal
-from gyre.engine.config import EngineConfig, plan_engine
+from gyre.engine.admission import Limits, Load, find_overload, find_refusal
+from gyre.engine.config import EngineConfig, plan_engine, plan_rates, scoring_bytes
 from gyre.engine.cycle import Cycle, Decodes
 from gyre.engine.desk import Admitted, Desk, by_deadline
-from gyre.engine.memory import KV, WEIGHTS, EngineMemory
+from gyre.engine.memory import KV, KV_HOST, WEIGHTS, EngineMemory
 from gyre.engine.roster import Counters, Roster
 from gyre.engine.runners import choose_runner
 from gyre.engine.streams import TokenStream, end_chunk
@@ -50,12 +50,18 @@ class NativeEngine:
         self._emit, self._clock, self._device, self._dtype = emit, clock, device, dtype
         self._weights = EngineWeights(decoder, shared=shared_weights, version=version, device=device, emit=emit)
         self._memory = EngineMemory(decoder, config, shared_weights=shared_weights, device=device, dtype=dtype)
-        self._desk = Desk(compute=compute, burst=self._burst, blocked=self._why_blocked, emit=emit)
+        self._desk = Desk(compute=compute, burst=self._burst, blocked=self._why_blocked, emit=emit, clock=clock)
         self._limits = Limits(
             vocab_size=decoder.spec.vocab_size,
             context_tokens=decoder.spec.context_tokens,
             cache_tokens=self._memory.num_pages * config.page_tokens,
             can_decode=tokenizer is not None,
+            most_completions=config.max_running + config.max_queued,
+            eos_ids=decoder.spec.eos_ids if tokenizer is None else tokenizer.eos_ids,
+        )
+        self._most = Load(
+            completions=config.max_running + config.max_queued,
+            tokens=self._limits.cache_tokens + config.max_queued_tokens,
         )
         self._cycle: Cycle | None = None  # None while not started
         self._terminating = False
@@ -64,8 +70,10 @@ class NativeEngine:
     # -- RolloutEngine
 
     def submit(self, request: Request) -> TokenStream:
-        """Enqueue at once and return the stream. Must be called on a running event loop."""
-        stream = TokenStream(request.request_id, max(1, request.sampling.n), self.abort)
+        """Enqueue at once and return the stream. Must be called on a running event loop. A request for an impossible
+        number of completions gets one answer, its refusal."""
+        n, most = request.sampling.n, self._limits.most_completions
+        stream = TokenStream(request.request_id, n if isinstance(n, int) and 1 <= n <= most else 1, self.abort)
         reason = self._why_refuse(request)
         if reason is None:
             deadline_at = None if request.deadline_s is None else self._clock() + request.deadline_s
@@ -79,14 +87,14 @@ class NativeEngine:
 
     async def abort(self, request_id: str) -> None:
         cycle = self._cycle
-        if cycle is not None and self._desk.knows(request_id):
+        if cycle is not None and self._desk.knows(request_id) and not self._desk.withdraw(request_id):
             await self._desk.between_steps(self._add, lambda: ((), cycle.abort(request_id, "aborted by the caller")))
 
     async def interrupt(self, *, deadline_s: float) -> Mapping[str, tuple[Partial, ...]]:
         cycle = self._cycle
         if cycle is None:
             return {}
-        work = asyncio.ensure_future(self._desk.between_steps(self._add, cycle.interrupt))
+        work = asyncio.ensure_future(self._desk.between_steps(self._add, cycle.interrupt, held_too=True))
         return await by_deadline(work, deadline_s, "the compute thread to finish its step")
 
     async def stats(self) -> EngineStats:
@@ -95,11 +103,16 @@ class NativeEngine:
         running = 0 if roster is None else roster.rows.num_active
         return EngineStats(
             running=running,
-            waiting=max(0, self._desk.num_completions - running),
+            waiting=max(0, self._desk.load.completions - running),
             prompt_tokens=counters.prompt_tokens,
             prefix_hit_tokens=counters.prefix_hit_tokens,
             generated_tokens=counters.generated_tokens,
             preemptions=counters.preemptions,
+            swaps_out=counters.swaps_out,
+            swaps_in=counters.swaps_in,
+            recomputed_tokens=counters.recomputed_tokens,
+            host_pages_used=0 if roster is None else roster.slots.num_slots - roster.slots.num_free,
+            host_pages_total=self._memory.num_slots,
             refused=self._refused,
             steps=counters.steps,
             pages_used=0 if roster is None else roster.pages.num_used,
@@ -150,7 +163,8 @@ class NativeEngine:
         self._terminating = True
         try:
             if not self._desk.failure:
-                await self._desk.between_steps(self._add, lambda: ((), cycle.abort_all("the engine was terminated")))
+                end_all = lambda: ((), cycle.abort_all("the engine was terminated"))  # noqa: E731
+                await self._desk.between_steps(self._add, end_all, held_too=True)
             await self._desk.on_compute(self._terminate)
         finally:
             self._terminating = False
@@ -171,6 +185,8 @@ class NativeEngine:
                 if name == KV and tier == "none" and before != "none":
                     self._cycle.forget_kv("engine.kv left for tier none")
             self._memory.move(name, tier)
+            if name == KV_HOST and before != tier and self._cycle is not None and not self._desk.failure:
+                self._cycle.change_host(self._memory.host, 0 if self._memory.host is None else self._memory.num_slots)
             if name == WEIGHTS and before == "none" and tier == "device":
                 self._weights.make_dummy()
         self._desk.poke_from_compute()
@@ -189,10 +205,10 @@ class NativeEngine:
             if not dummy:
                 raise InputError("the engine's weights were freed", hint="start(dummy=True), then prepare and commit")
             self._memory.move(WEIGHTS, "device")
-        pool = self._memory.provide_kv()
+        pool, host = self._memory.provide_kv(), self._memory.provide_host()
         if dummy:
             self._weights.make_dummy()
-        config = self._config
+        config, spec = self._config, self._decoder.spec
         self._cycle = Cycle(
             Roster(
                 max_running=config.max_running,
@@ -200,17 +216,32 @@ class NativeEngine:
                 page_tokens=config.page_tokens,
                 prefix_cache=config.prefix_cache,
                 emit=self._emit,
+                num_slots=0 if host is None else host.num_slots,
+                rates=plan_rates(
+                    config,
+                    page_bytes=self._memory.page_bytes,
+                    flops_per_token=spec.flops_per_token(0),
+                    device_type=self._device.type,
+                ),
+                score_bytes=config.prompt_logprob_bytes,
             ),
             choose_runner(self._decoder, pool, config, emit=self._emit),
             token_budget=config.token_budget,
             version=self._weights.version,
-            eos_ids=self._decoder.spec.eos_ids if self._tokenizer is None else self._tokenizer.eos_ids,
+            eos_ids=self._limits.eos_ids,
             tokenizer=self._tokenizer,
             clock=self._clock,
             depth=1 if config.overlap else 0,
+            host=host,
         )
         self._desk.failure = ""
-        self._emit("engine.started", dummy=dummy, version=self._weights.version, pages=self._memory.num_pages)
+        self._emit(
+            "engine.started",
+            dummy=dummy,
+            version=self._weights.version,
+            pages=self._memory.num_pages,
+            scoring_bytes=scoring_bytes(config, vocab_size=self._limits.vocab_size),
+        )
 
     def _commit(self, version: int, policy: CommitPolicy) -> None:
         assert self._cycle is not None
@@ -224,6 +255,7 @@ class NativeEngine:
         self._desk.failure = ""
         self._weights.rollback()
         self._memory.move(KV, "none")
+        self._memory.move(KV_HOST, "none")
         if not self._weights.shared:
             self._memory.move(WEIGHTS, "none")
         self._emit("engine.terminated", version=self._weights.version)
@@ -261,13 +293,7 @@ class NativeEngine:
             return f"request id '{request.request_id}' is in flight already"
         if reason := find_refusal(request, self._limits):
             return reason
-        running, queued = self._config.max_running, self._config.max_queued
-        if self._desk.num_completions + request.sampling.n > running + queued:
-            return (
-                f"the queue is full: {self._desk.num_completions} completions are unanswered and {running} + {queued} "
-                "(engine.max_running + engine.max_queued) fit"
-            )
-        return None
+        return find_overload(request, self._desk.load, self._most)
 
     def _why_blocked(self) -> str | None:
         """Return why no step can run now, or None."""

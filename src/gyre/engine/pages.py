@@ -18,11 +18,12 @@ NULL_PAGE = 0
 class Pages:
     """Allocator with counts over pages 1 … num_pages."""
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, *, score_bytes: int = 0) -> None:
         self.num_pages = num_pages
-        self.prefix = PrefixCache()
+        self.prefix = PrefixCache(score_bytes)
         self._users = np.zeros(num_pages + 1, dtype=np.int32)
         self._cached = np.zeros(num_pages + 1, dtype=bool)
+        self._stamps = np.zeros(num_pages + 1, dtype=np.int64)  # how often each was handed out
         self._free = np.arange(num_pages, 0, -1, dtype=np.int32)  # a stack; low pages leave first
         self._num_free = num_pages
 
@@ -45,6 +46,7 @@ class Pages:
         self._num_free -= count
         pages = self._free[self._num_free : self._num_free + count][::-1].copy()
         self._users[pages] = 1
+        self._stamps[pages] += 1
         return pages
 
     def share(self, pages: np.ndarray) -> None:
@@ -52,6 +54,14 @@ class Pages:
         for page in pages[self._users[pages] == 0].tolist():
             self.prefix.wake(page)
         self._users[pages] += 1
+
+    def stamps(self, pages: np.ndarray) -> np.ndarray:
+        """Return the number of each page's present stay with somebody, to ask `still_hold` later."""
+        return self._stamps[pages]
+
+    def still_hold(self, pages: np.ndarray, stamps: np.ndarray) -> np.ndarray:
+        """Return per page whether it holds what it held then, and can be shared: full pages never change."""
+        return (self._stamps[pages] == stamps) & ((self._users[pages] > 0) | self._cached[pages])
 
     def give(self, pages: np.ndarray) -> None:
         """Take one user from each of the distinct pages of one sequence. Tails are evicted before heads."""

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from gyre.engine.prompts import ScoreStore
+
 BlockKey = bytes
 
 
@@ -34,7 +36,8 @@ def extend_keys(keys: list[BlockKey], root: BlockKey, tokens: np.ndarray, page_t
 class PrefixCache:
     """Keys ↔ pages, and the order in which idle pages are given up."""
 
-    def __init__(self) -> None:
+    def __init__(self, score_bytes: int = 0) -> None:
+        self.scores = ScoreStore(score_bytes)  # prompt log-probs of known pages; they go with their page
         self._page_of: dict[BlockKey, int] = {}
         self._entry_of: dict[int, tuple[BlockKey, int]] = {}  # page → key and weight version
         self._idle: OrderedDict[int, None] = OrderedDict()
@@ -63,6 +66,9 @@ class PrefixCache:
                 break
             pages.append(page)
         return pages
+
+    def knows(self, key: BlockKey) -> bool:
+        return key in self._page_of
 
     def remember(self, key: BlockKey, page: int, version: int) -> bool:
         """Enter a page in use. False when the key has a page already (two equal prompts ran side by side)."""
@@ -110,3 +116,4 @@ class PrefixCache:
     def _forget(self, page: int) -> None:
         key, _ = self._entry_of.pop(page)
         del self._page_of[key]
+        self.scores.drop(key)

@@ -1,9 +1,10 @@
 """Sequences: one completion each, and the states it goes through. In: an admitted Request. Out: its Sequences, and
 TokenChunks cut from what they chose. Pure. Callers: roster, scheduler, settle, cycle.
 
-    waiting → prefilling → decoding → finished
-       ↑          ╰────┬───────╯
-       ╰── preempted ──╯            (any state may end in finished: abort, deadline, interrupt)
+    waiting → prefilling → decoding → finished    (any state may end in finished: abort, deadline, interrupt)
+               ↑  ↑ ╰───┬─────╯ ↑
+               │  ╰─ swapped ───╯    its KV is in host memory: it goes on where it was
+               ╰─ preempted          its KV is gone, or went void: it is computed again
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import numpy as np
 from gyre.core.records import Finish, Partial, Request, Support, TokenChunk
 from gyre.engine.draws import draw_key
 from gyre.engine.prefix import BlockKey
+from gyre.engine.prompts import PromptBook
+from gyre.engine.swap import Swapped
 
 
 class State(enum.Enum):
@@ -24,14 +27,16 @@ class State(enum.Enum):
     PREFILLING = "prefilling"
     DECODING = "decoding"
     PREEMPTED = "preempted"
+    SWAPPED = "swapped"
     FINISHED = "finished"
 
 
 _NEXT = {
     State.WAITING: {State.PREFILLING, State.DECODING, State.FINISHED},  # straight to decoding: forked from a sibling
-    State.PREFILLING: {State.DECODING, State.PREEMPTED, State.FINISHED},
-    State.DECODING: {State.PREEMPTED, State.FINISHED},
+    State.PREFILLING: {State.DECODING, State.PREEMPTED, State.SWAPPED, State.FINISHED},
+    State.DECODING: {State.PREEMPTED, State.SWAPPED, State.FINISHED},
     State.PREEMPTED: {State.PREFILLING, State.FINISHED},
+    State.SWAPPED: {State.PREFILLING, State.DECODING, State.PREEMPTED, State.FINISHED},  # preempted: its KV went void
     State.FINISHED: set(),
 }
 
@@ -59,18 +64,24 @@ class Sequence:
 
     __slots__ = (
         "arrival",
+        "book",
         "chosen",
         "emitted",
         "followers",
+        "hits_given_up",
         "index",
         "key",
         "keys",
         "keys_root",
+        "lost_tokens",
         "request",
         "row",
         "state",
         "stop_ids",
         "supports",
+        "swapped",
+        "told",
+        "told_from",
     )
 
     def __init__(self, request: Request, index: int, *, arrival: int, stop_ids: tuple[int, ...]) -> None:
@@ -79,10 +90,16 @@ class Sequence:
         self.row: int | None = None
         self.chosen = NOTHING_CHOSEN  # meaningful while row is None
         self.supports: list[np.ndarray] = []  # one per chosen token when the request truncates
+        self.told: list[tuple[np.ndarray, np.ndarray]] = []  # ids and log-probs [K] per token chosen from told_from on
+        self.told_from = 0  # tokens of a given beginning; their alternatives went out when they were chosen
+        self.book: PromptBook | None = None  # the prompt's log-probs, until they go out
+        self.hits_given_up = 0  # cached pages that are computed again for the prompt's log-probs
         self.emitted = 0  # chosen tokens that went out in chunks; a partial's own count as out
         self.key = draw_key(request.seed, index)
         self.keys: list[BlockKey] = []  # block keys under keys_root
         self.keys_root: BlockKey = b""
+        self.swapped: Swapped | None = None  # its KV in host memory, while its state is SWAPPED
+        self.lost_tokens = 0  # whose KV was given up when it was preempted
         self.followers: list[Sequence] = []  # siblings that wait for this one to prefill their prompt
 
     def enter(self, state: State) -> None:
@@ -115,15 +132,20 @@ def sequences_of(request: Request, *, arrival: int, eos_ids: tuple[int, ...]) ->
     sequences = [
         Sequence(request, index, arrival=arrival, stop_ids=tuple(sorted(stops))) for index in range(request.sampling.n)
     ]
+    best = request.sampling.prompt_logprobs
+    for sequence in sequences:
+        sequence.book = None if best is None else PromptBook(len(request.tokens), best)
     for partial in request.partials:
         sequence = sequences[partial.index]
+        if len(partial.tokens):
+            sequence.book = None  # its prompt's log-probs went out with its first token
         sequence.chosen = Chosen(
             tokens=partial.tokens.astype(np.int32),
             logprobs=partial.logprobs.astype(np.float32),
             raw_logprobs=partial.raw_logprobs.astype(np.float32),
             versions=partial.versions.astype(np.int32),
         )
-        sequence.emitted = len(partial.tokens)
+        sequence.emitted = sequence.told_from = len(partial.tokens)
         if partial.support is not None and sequence.truncates:
             sequence.supports = np.split(partial.support.ids, partial.support.offsets[1:-1])[: len(partial.tokens)]
     return sequences
@@ -140,6 +162,12 @@ def make_support(supports: Seq[np.ndarray]) -> Support:
 def make_chunk(sequence: Sequence, chosen: Chosen, finish: Finish | None, reason: str = "") -> TokenChunk:
     """Cut what has not gone out yet, and count it as out."""
     start, sequence.emitted = sequence.emitted, len(chosen.tokens)
+    top_ids, top_logprobs = _cut_told(sequence, start)
+    prompt_logprobs = None
+    if sequence.book is not None and len(chosen.tokens):
+        whole = sequence.book.is_whole
+        assert whole or finish not in (None, "stop", "length"), "a token was chosen after a prompt with gaps"
+        prompt_logprobs, sequence.book = (sequence.book.result(), None) if whole else (None, sequence.book)
     return TokenChunk(
         request_id=sequence.request.request_id,
         index=sequence.index,
@@ -150,7 +178,20 @@ def make_chunk(sequence: Sequence, chosen: Chosen, finish: Finish | None, reason
         support=make_support(sequence.supports[start:]) if sequence.truncates else None,
         finish=finish,
         reason=reason,
+        top_ids=top_ids,
+        top_logprobs=top_logprobs,
+        prompt_logprobs=prompt_logprobs,
     )
+
+
+def _cut_told(sequence: Sequence, start: int) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Return the alternatives of the tokens chosen from `start` on, [c, K] each; None when nobody asked."""
+    best = sequence.request.sampling.top_logprobs
+    if best == 0:
+        return None, None
+    told = sequence.told[start - sequence.told_from :]
+    ids = np.asarray([ids for ids, _ in told], dtype=np.int32).reshape(-1, best)
+    return ids, np.asarray([logprobs for _, logprobs in told], dtype=np.float32).reshape(-1, best)
 
 
 def make_partial(sequence: Sequence, chosen: Chosen) -> Partial:

@@ -1,5 +1,5 @@
 """Roster: who waits, who runs, who holds which page; the moves between them keep the accounts. In: sequences. Out: rows
-and pages given and taken back. Pure but for `emit`. Callers: scheduler (starts, preempts), settle (retires), cycle.
+and pages given and taken back. Pure but for `emit`. Callers: scheduler (starts), preemption, settle (retires), cycle.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import numpy as np
 
 from gyre.engine.pages import Pages
 from gyre.engine.prefix import extend_keys, root_key
+from gyre.engine.prompts import keep_known, load_known, usable_pages
 from gyre.engine.requests import Sequence, State
 from gyre.engine.rows import Rows
+from gyre.engine.swap import NO_SWAP, PageMoves, Rates, Slots
 
 
 @dataclass(slots=True)
@@ -24,6 +26,9 @@ class Counters:
     prefix_hit_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
+    swaps_out: int = 0  # of these, sequences whose KV went to host memory
+    swaps_in: int = 0
+    recomputed_tokens: int = 0
     steps: int = 0
 
 
@@ -31,11 +36,22 @@ class Roster:
     """Every sequence that has not been answered is in exactly one of: queue, a leader's followers, a row."""
 
     def __init__(
-        self, *, max_running: int, num_pages: int, page_tokens: int, prefix_cache: bool, emit: Callable[..., None]
+        self,
+        *,
+        max_running: int,
+        num_pages: int,
+        page_tokens: int,
+        prefix_cache: bool,
+        emit: Callable[..., None],
+        num_slots: int = 0,
+        rates: Rates = NO_SWAP,
+        score_bytes: int = 0,
     ) -> None:
-        self.page_tokens, self.prefix_cache, self.emit = page_tokens, prefix_cache, emit
+        self.page_tokens, self.prefix_cache, self.emit, self.rates = page_tokens, prefix_cache, emit, rates
         self.rows = Rows(max_running, page_tokens)
-        self.pages = Pages(num_pages)
+        self.pages = Pages(num_pages, score_bytes=score_bytes)
+        self.slots = Slots(num_slots)
+        self.moves = PageMoves()
         self.queue: list[Sequence] = []  # by rank
         self.prefilling: list[int] = []  # rows, in the order in which they started
         self.requests: dict[str, list[Sequence]] = {}  # unanswered completions of each request
@@ -63,7 +79,14 @@ class Roster:
             return np.empty(0, np.int32)
         known = sequence.known_tokens()
         self._extend_keys(sequence, known, (len(known) - 1) // self.page_tokens, version)
-        return self.pages.find(sequence.keys[: (len(known) - 1) // self.page_tokens])
+        hits = self.pages.find(sequence.keys[: (len(known) - 1) // self.page_tokens])
+        if sequence.book is None:
+            return hits
+        sequence.book = sequence.book.under(version)
+        load_known(sequence.book, sequence.keys, self.pages.prefix.scores, self.page_tokens, version)
+        usable = usable_pages(sequence.book, len(hits), self.page_tokens)
+        sequence.hits_given_up = len(hits) - usable
+        return hits[:usable]
 
     # -- moves
 
@@ -88,6 +111,17 @@ class Roster:
         rows, was_preempted = self.rows, sequence.state is State.PREEMPTED
         row = rows.take(sequence)
         sequence.enter(State.PREFILLING)
+        if sequence.book is not None:
+            sequence.book = sequence.book.under(version)
+        if sequence.hits_given_up:
+            self.emit(
+                "engine.hits_recomputed",
+                request_id=sequence.request.request_id,
+                index=sequence.index,
+                pages=sequence.hits_given_up,
+                reason="their prompt log-probs are not kept",
+            )
+            sequence.hits_given_up = 0
         needed = self.num_pages_for(int(rows.length_R[row]))
         self.pages.share(hits)
         rows.add_pages(row, hits)
@@ -95,7 +129,9 @@ class Roster:
         rows.computed_R[row] = len(hits) * self.page_tokens
         rows.kv_version_R[row] = version
         self.prefilling.append(row)
-        if not was_preempted:
+        if was_preempted:
+            self.counters.recomputed_tokens += max(0, sequence.lost_tokens - len(hits) * self.page_tokens)
+        else:
             self.counters.prompt_tokens += len(sequence.request.tokens)
             self.counters.prefix_hit_tokens += len(hits) * self.page_tokens
         return row
@@ -115,28 +151,11 @@ class Roster:
             copy = (int(rows.pages_of(leader)[full]), int(tail[0]))
             rows.add_pages(row, tail)
         rows.computed_R[row] = prompt
+        sequence.book = rows.sequence_at(leader).book  # one prompt, one book
         rows.kv_version_R[row] = rows.kv_version_R[leader]
         self.counters.prompt_tokens += prompt
         self.counters.prefix_hit_tokens += prompt
         return row, copy
-
-    def preempt(self, row: int, *, reason: str, version: int) -> None:
-        """Take row and pages back; the sequence waits and its KV is computed again. Cached pages may survive. Nothing
-        of the row may be in flight."""
-        assert self.rows.known_R[row] == self.rows.length_R[row], row
-        sequence, computed = self.rows.sequence_at(row), int(self.rows.computed_R[row])
-        self.remember(row, version)
-        self._vacate(row)
-        sequence.enter(State.PREEMPTED)
-        self.wait(sequence)
-        self.counters.preemptions += 1
-        self.emit(
-            "engine.preempted",
-            request_id=sequence.request.request_id,
-            index=sequence.index,
-            computed_tokens=computed,
-            reason=reason,
-        )
 
     def retire(self, sequence: Sequence, *, version: int, keep_pages: bool = True) -> None:
         """Take everything back from a sequence that has its answer; its full pages stay cached when `keep_pages`."""
@@ -147,7 +166,9 @@ class Roster:
             else:
                 self.pages.disown(self.rows.pages_of(row))
                 self.tainted.append(self.pages.only_used_once(self.rows.pages_of(row)))
-            self._vacate(row)
+            self.vacate(row)
+        if sequence.swapped is not None:
+            self.drop_swapped(sequence)
         sequence.enter(State.FINISHED)
         siblings = self.requests[sequence.request.request_id]
         siblings.remove(sequence)
@@ -179,9 +200,25 @@ class Roster:
         blocks = int(min(rows.computed_R[row], rows.known_R[row])) // self.page_tokens
         self._extend_keys(sequence, rows.tokens_RW[row], blocks, version)
         self.pages.remember(sequence.keys[:blocks], rows.pages_of(row)[:blocks], version)
+        if sequence.book is not None:
+            keep_known(sequence.book, sequence.keys[:blocks], self.pages.prefix, self.page_tokens, version)
 
     def num_pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_tokens)
+
+    def drop_swapped(self, sequence: Sequence) -> None:
+        """Give back the slots of its KV in host memory."""
+        assert sequence.swapped is not None
+        self.slots.give(sequence.swapped.slots)
+        sequence.swapped = None
+
+    def vacate(self, row: int) -> None:
+        """Take row and pages back from whoever is there."""
+        self.pages.give(self.rows.pages_of(row))
+        self.rows.pages_R[row] = 0
+        if not self.rows.decoding_R[row]:
+            self.prefilling.remove(row)
+        self.rows.leave(row)
 
     # -- accounts
 
@@ -190,6 +227,8 @@ class Roster:
         rows = self.rows
         active = self.active_rows().tolist()
         self.pages.check(rows.pages_of(row) for row in active)
+        self.slots.check(waiting.swapped.slots for waiting in self.queue if waiting.swapped is not None)
+        assert all((waiting.swapped is not None) == (waiting.state is State.SWAPPED) for waiting in self.queue)
         places = list(self._places())
         assert len(places) == len(set(map(id, places))), "a sequence is in two places"
         unanswered = [sequence for siblings in self.requests.values() for sequence in siblings]
@@ -207,13 +246,6 @@ class Roster:
         for sequence in [*self.queue, *running]:
             yield sequence
             yield from sequence.followers
-
-    def _vacate(self, row: int) -> None:
-        self.pages.give(self.rows.pages_of(row))
-        self.rows.pages_R[row] = 0
-        if not self.rows.decoding_R[row]:
-            self.prefilling.remove(row)
-        self.rows.leave(row)
 
     def _extend_keys(self, sequence: Sequence, tokens: np.ndarray, blocks: int, version: int) -> None:
         root = root_key(version, sequence.request.tenant_salt)

@@ -46,6 +46,9 @@ class Rows:
         self.min_p_R = np.zeros(max_running, dtype=np.float64)
         self.top_k_R = np.zeros(max_running, dtype=np.int64)
         self.truncated_R = np.zeros(max_running, dtype=bool)
+        self.shaped_R = np.zeros(max_running, dtype=bool)  # asks for bias, penalties or min_tokens
+        self.told_R = np.zeros(max_running, dtype=np.int64)  # alternatives told beside each chosen token
+        self.scored_R = np.zeros(max_running, dtype=bool)  # asks for prompt log-probs, not yet looked over
         self.text_stop_R = np.zeros(max_running, dtype=bool)
         self.stops_RS = np.full((max_running, 1), NO_STOP, dtype=np.int32)
         self.table_RP = np.zeros((max_running, 1), dtype=np.int32)
@@ -83,6 +86,8 @@ class Rows:
         self.temperature_R[row], self.top_k_R[row] = sampling.temperature, sampling.top_k
         self.top_p_R[row], self.min_p_R[row] = sampling.top_p, sampling.min_p
         self.truncated_R[row], self.text_stop_R[row] = sequence.truncates, bool(sampling.stop)
+        self.shaped_R[row], self.told_R[row] = sampling.shapes_logits, sampling.top_logprobs
+        self.scored_R[row] = sequence.book is not None
         self.stops_RS[row] = NO_STOP
         self.stops_RS[row, : len(sequence.stop_ids)] = sequence.stop_ids
         self.table_RP[row] = 0

@@ -19,8 +19,9 @@ from gyre.engine.draws import uniforms
 from gyre.engine.layout import StepLayout, lay_out
 from gyre.engine.rows import Rows
 from gyre.engine.rulebook import RuleBook
-from gyre.engine.sampler import Choice, Rules, choose
+from gyre.engine.sampler import Choice, Rules
 from gyre.engine.scheduler import Step
+from gyre.engine.scoring import Scores, pieces_of, score_prompts
 from gyre.engine.settle import Sampled
 from gyre.models.decoder import Decoder
 
@@ -52,43 +53,67 @@ class StepRunner(Protocol):
 class TorchFlight:
     """Results on their way to pinned host memory; on a CPU they are there already."""
 
-    def __init__(self, choice: Choice | None, rules: Rules | None) -> None:
-        self._choice, self._rules = choice, rules
+    def __init__(self, choice: Choice | None, rules: Rules | None, scores: Scores | None) -> None:
+        self._choice, self._rules, self._scores = choice, rules, scores
         self._packed_3N: Tensor | None = None
+        self._told_A2K: Tensor | None = None
+        self._scored: Tensor | None = None
         self._arrived: torch.cuda.Event | None = None
         if choice is not None:
             packed = torch.stack([choice.tokens_N.double(), choice.logprobs_N.double(), choice.raw_logprobs_N.double()])
-            self._packed_3N = packed.to("cpu", non_blocking=True)  # lands in pinned memory
-            if packed.is_cuda:
-                self._arrived = torch.cuda.Event()
-                self._arrived.record()
+            self._packed_3N = self._send(packed)
+            if choice.best is not None:
+                best = choice.best
+                self._told_A2K = self._send(torch.cat([best.ids_NK.double(), best.logprobs_NK.double()], dim=1))
+        if scores is not None:
+            self._scored = self._send(scores.numbers)
+
+    def _send(self, numbers: Tensor) -> Tensor:
+        """Start the transfer, which lands in pinned memory; the event is that of the last one sent."""
+        there = numbers.to("cpu", non_blocking=True)
+        if numbers.is_cuda:
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+        return there
 
     def fetch(self) -> Sampled:
         """One wait, and two transfers more when there are truncation sets."""
-        if self._choice is None or self._rules is None or self._packed_3N is None:
-            empty = np.empty(0, np.float32)
-            return Sampled(tokens=np.empty(0, np.int32), logprobs=empty, raw_logprobs=empty, supports={})
         if self._arrived is not None:
             self._arrived.synchronize()
+        pieces = ()
+        if self._scores is not None and self._scored is not None:
+            pieces = pieces_of(self._scores, self._scored.numpy())
+        if self._choice is None or self._rules is None or self._packed_3N is None:
+            none = np.empty(0, np.float32)
+            return Sampled(tokens=none.astype(np.int32), logprobs=none, raw_logprobs=none, supports={}, pieces=pieces)
         tokens, logprobs, raw = self._packed_3N.numpy()
         return Sampled(
             tokens=tokens.astype(np.int32),
             logprobs=logprobs.astype(np.float32),
             raw_logprobs=raw.astype(np.float32),
             supports=_fetch_supports(self._choice, self._rules),
+            told={} if self._told_A2K is None else _split_told(self._told_A2K.numpy(), self._rules),
+            pieces=pieces,
         )
 
 
 class Runner:
-    """Holds the decoder and the KV pool; keeps the rows' sampling rules on the device while the rows stay the same,
-    and each row's last chosen token."""
+    """Holds the decoder, the KV pool, the rows' sampling rules and each row's last chosen token."""
 
     def __init__(
-        self, decoder: Decoder, pool: KvPool, *, max_running: int, device: torch.device, dtype: torch.dtype
+        self,
+        decoder: Decoder,
+        pool: KvPool,
+        *,
+        max_running: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        rows_at_once: int = 64,
     ) -> None:
         self.decoder, self.pool, self.device, self.dtype = decoder, pool, device, dtype
+        self._rows_at_once = rows_at_once  # of logits, where prompts, alternatives or penalties need more than one
         self.last_token_R = torch.zeros(max_running, dtype=torch.int64, device=device)
-        self._rules = RuleBook(decoder.spec.vocab_size, device)
+        self._rules = RuleBook(decoder.spec.vocab_size, device, rows_at_once=rows_at_once)
 
     @torch.inference_mode()
     def launch(self, rows: Rows, step: Step) -> TorchFlight:
@@ -100,16 +125,23 @@ class Runner:
         hidden_TE = self.decoder.hidden(tokens_T, to_device(layout.positions_T, self.device), attend)
         if step.copies:
             self.pool.copy_pages(step.copies)
+        scores = score_prompts(
+            rows,
+            step,
+            layout.chunk_places_C,
+            hidden_TE,
+            self.decoder.logits,
+            rows_at_once=self._rows_at_once,
+        )
         if len(step.sample_rows) == 0:
-            return TorchFlight(None, None)
+            return TorchFlight(None, None, scores)
         if layout.source_N is not None:
             hidden_TE = hidden_TE.index_select(0, to_device(layout.source_N, self.device))
-        rules = self._rules.rules_for(rows, step.sample_rows)
         position_N = step.sample_positions - rows.prompt_R[step.sample_rows]
         uniform_N = to_device(uniforms(rows.key_R[step.sample_rows], position_N), self.device)
-        choice = choose(self.decoder.logits(hidden_TE).float(), rules, uniform_N)
+        choice, rules = self._rules.choose(self.decoder.logits(hidden_TE).float(), rows, step, uniform_N)
         self.last_token_R.index_copy_(0, to_device(step.sample_rows, self.device), choice.tokens_N)
-        return TorchFlight(choice, rules)
+        return TorchFlight(choice, rules, scores)
 
     def _input_tokens(self, rows: Rows, step: Step, layout: StepLayout) -> Tensor:
         """Known tokens from the host; decoding rows' from the last choice, which only the device may know yet."""
@@ -127,6 +159,12 @@ class Runner:
             tokens_T[:num_decode] = decode_tokens
             return tokens_T
         return tokens_T.index_copy_(0, to_device(layout.source_N[:num_decode], self.device), decode_tokens)
+
+
+def _split_told(told_A2K: np.ndarray, rules: Rules) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    ids_AK, logprobs_AK = np.split(told_A2K, 2, axis=1)
+    pairs = zip(ids_AK.astype(np.int32), logprobs_AK.astype(np.float32), strict=True)
+    return dict(zip(rules.told_places, pairs, strict=True))
 
 
 def _fetch_supports(choice: Choice, rules: Rules) -> dict[int, np.ndarray]:

@@ -34,6 +34,7 @@ def choose_runner(decoder: Decoder, pool: KvPool, config: EngineConfig, *, emit:
                 pool,
                 max_running=config.max_running,
                 token_budget=config.token_budget,
+                rows_at_once=config.rows_at_once,
                 invariant=config.batch_invariant,
                 emit=emit,
             )
@@ -41,7 +42,14 @@ def choose_runner(decoder: Decoder, pool: KvPool, config: EngineConfig, *, emit:
             emit("engine.runner", runner="fused", graphs=graphs, batch_invariant=config.batch_invariant)
             return runner
         emit("engine.runner", runner="torch", reason=reason)
-    return Runner(decoder, pool, max_running=config.max_running, device=decoder.device, dtype=decoder.dtype)
+    return Runner(
+        decoder,
+        pool,
+        max_running=config.max_running,
+        device=decoder.device,
+        dtype=decoder.dtype,
+        rows_at_once=config.rows_at_once,
+    )
 
 
 def why_not_fused(decoder: Decoder, pool: KvPool) -> str | None:

@@ -1,14 +1,17 @@
 """Sampler: one token per row of logits, each row by its own rules. In: logits, Rules, one uniform per row. Out: tokens,
-their log-probs (plain, and after temperature and truncation), and what truncation kept. Caller: runner.
+their log-probs (raw and processed), what truncation kept, and the best alternatives. Caller: runner.
+
+The order: raw log-probs and alternatives are of the plain softmax of the logits as they come. Then, for rows that ask,
+shaping (no stop id before min_tokens, bias, penalties), then temperature, then truncation (min-p, top-k, top-p). The
+processed log-prob is of the softmax over what is left. This is vLLM's order, except that top-k keeps exactly k tokens
+when some tie. See shaping and truncation for their definitions.
 
 Every choice is an inverse-CDF draw in token order, so truncation that removes nothing changes nothing, and a row's
 token does not depend on the rows beside it. Greedy rows (temperature 0) take the first best token with certainty, so
-their processed log-prob is 0. Truncation keeps the first m tokens in descending order, ties by token id, where m is the
-least of what top-k, then top-p over the rest's renormalised mass, then min-p allow. Nothing is sorted unless a row
-truncates.
+their processed log-prob is 0. A row without finite logits gets a log-prob that is not finite; settle ends it.
 """
 
-# N rows, V vocabulary, M truncating rows, C candidates (the best C tokens of each)
+# N rows, V vocabulary, M truncating rows, A rows that ask for alternatives
 
 from __future__ import annotations
 
@@ -18,7 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-MIN_CANDIDATES = 256
+from gyre.engine.raw import Best, find_best, raw_logprob
+from gyre.engine.shaping import Past, Shaping, shape_logits
+from gyre.engine.truncation import Cut, make_cut, truncate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -31,10 +36,12 @@ class Rules:
     inverse_temperature_N1: Tensor | None  # float32; None when all are 1
     truncated_M: Tensor | None  # int64 places of rows that truncate; None when none does
     truncated_places: tuple[int, ...]  # the same on the host
-    top_k_M1: Tensor | None  # int64, the vocabulary size where top-k is off
-    top_p_M1: Tensor | None  # float64
-    min_p_M1: Tensor | None  # float64
-    candidates: int  # tokens to look at first: enough for every top-k; more only if top-p or min-p keep them all
+    cut: Cut | None  # of these rows
+    shaping: Shaping | None  # None when no row asks
+    told_A: Tensor | None  # int64 places of rows that ask for alternatives; None when none does
+    told_places: tuple[int, ...]
+    told: int  # alternatives of the row that asks for most
+    rows_at_once: int  # rows that alternatives and penalties look at together; bounds their memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -45,6 +52,7 @@ class Choice:
     logprobs_N: Tensor  # float64
     raw_logprobs_N: Tensor  # float32
     kept_MV: Tensor | None  # bool
+    best: Best | None  # of the rows that ask for alternatives
 
 
 def make_rules(
@@ -56,95 +64,73 @@ def make_rules(
     *,
     vocab_size: int,
     device: torch.device,
+    shaping: Shaping | None = None,
+    told_N: np.ndarray | None = None,
+    rows_at_once: int = 64,
 ) -> Rules:
     """Gather the rows' sampling parameters into tensors, leaving out what no row asks for."""
     greedy_N = temperature_N == 0.0
     places = np.flatnonzero(truncated_N)
-    top_k_M = np.where(top_k_N[places] > 0, np.minimum(top_k_N[places], vocab_size), vocab_size)
+    told = np.flatnonzero(told_N) if told_N is not None else np.empty(0, np.int64)
     inverse_N = np.ones_like(temperature_N, dtype=np.float32)
     np.divide(1.0, temperature_N, out=inverse_N, where=~greedy_N)
-
-    def column(values: np.ndarray) -> Tensor:
-        return torch.tensor(values, device=device)[:, None]
-
-    truncating = len(places) > 0
+    cut = None
+    if len(places):
+        cut = make_cut(top_k_N[places], top_p_N[places], min_p_N[places], vocab_size=vocab_size, device=device)
     return Rules(
         num_rows=len(temperature_N),
         greedy_N=torch.tensor(greedy_N, device=device) if greedy_N.any() else None,
         all_greedy=bool(greedy_N.all()),
-        inverse_temperature_N1=column(inverse_N) if (inverse_N != 1.0).any() else None,
-        truncated_M=torch.tensor(places, device=device) if truncating else None,
+        inverse_temperature_N1=torch.tensor(inverse_N, device=device)[:, None] if (inverse_N != 1.0).any() else None,
+        truncated_M=torch.tensor(places, device=device) if len(places) else None,
         truncated_places=tuple(places.tolist()),
-        top_k_M1=column(top_k_M) if truncating else None,
-        top_p_M1=column(top_p_N[places]) if truncating else None,
-        min_p_M1=column(min_p_N[places]) if truncating else None,
-        candidates=_first_candidates(top_k_N[places], vocab_size),
+        cut=cut,
+        shaping=shaping,
+        told_A=torch.tensor(told, device=device) if len(told) else None,
+        told_places=tuple(told.tolist()),
+        told=int(told_N.max(initial=0)) if told_N is not None else 0,
+        rows_at_once=rows_at_once,
     )
 
 
-def _first_candidates(top_k_M: np.ndarray, vocab_size: int) -> int:
-    largest = int(top_k_M.max(initial=0))
-    return min(vocab_size, largest if (top_k_M > 0).all() else max(largest, MIN_CANDIDATES))
+def choose(
+    logits_NV: Tensor, rules: Rules, uniform_N: Tensor, *, chosen_N: Tensor | None = None, past: Past | None = None
+) -> Choice:
+    """Choose one token per row. logits are float32, uniforms float64 in [0, 1). Where rows ask for shaping, chosen_N is
+    how many tokens each has chosen before and `past` what those that look back know."""
+    best = None
+    if rules.told_A is not None:
+        best = find_best(logits_NV.index_select(0, rules.told_A), rules.told, rows_at_once=rules.rows_at_once)
+    shaped_NV = logits_NV
+    if rules.shaping is not None:
+        assert chosen_N is not None
+        places_A = rules.shaping.places_M
+        asking_AV = logits_NV.index_select(0, places_A)
+        asking_AV = shape_logits(asking_AV, rules.shaping, chosen_N[places_A], past, rows_at_once=rules.rows_at_once)
+        shaped_NV = logits_NV.index_copy(0, places_A, asking_AV)
+    tokens_N, logprobs_N, kept_MV = _choose_shaped(shaped_NV, rules, uniform_N)
+    plain = rules.inverse_temperature_N1 is None and shaped_NV is logits_NV and kept_MV is None
+    raw_N = logprobs_N if plain and rules.greedy_N is None else raw_logprob(logits_NV, tokens_N)
+    return Choice(tokens_N=tokens_N, logprobs_N=logprobs_N, raw_logprobs_N=raw_N, kept_MV=kept_MV, best=best)
 
 
-def choose(logits_NV: Tensor, rules: Rules, uniform_N: Tensor) -> Choice:
-    """Choose one token per row. logits are float32, uniforms float64 in [0, 1)."""
+def _choose_shaped(shaped_NV: Tensor, rules: Rules, uniform_N: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Temperature, truncation, draw. Returns tokens_N, their processed log-probs, and what truncation kept."""
     if rules.all_greedy:
-        best_N = logits_NV.argmax(dim=-1)
-        raw_N = _logprob(logits_NV, best_N)
-        return Choice(tokens_N=best_N, logprobs_N=torch.zeros_like(raw_N).double(), raw_logprobs_N=raw_N, kept_MV=None)
-    scaled_NV = logits_NV if rules.inverse_temperature_N1 is None else logits_NV * rules.inverse_temperature_N1
+        best_N = shaped_NV.argmax(dim=-1)
+        return best_N, torch.zeros_like(best_N, dtype=torch.float64), None
+    scaled_NV = shaped_NV if rules.inverse_temperature_N1 is None else shaped_NV * rules.inverse_temperature_N1
     weights_NV = torch.exp(scaled_NV - scaled_NV.amax(dim=-1, keepdim=True))
     kept_MV = None
     if rules.truncated_M is not None:
-        kept_MV = truncate(scaled_NV[rules.truncated_M], rules)
+        assert rules.cut is not None
+        kept_MV = truncate(scaled_NV.index_select(0, rules.truncated_M), rules.cut)
         weights_NV[rules.truncated_M] *= kept_MV
     tokens_N, logprobs_N = _draw(weights_NV, uniform_N)
     if rules.greedy_N is not None:
-        tokens_N = torch.where(rules.greedy_N, logits_NV.argmax(dim=-1), tokens_N)
+        tokens_N = torch.where(rules.greedy_N, shaped_NV.argmax(dim=-1), tokens_N)
         logprobs_N = logprobs_N.masked_fill(rules.greedy_N, 0.0)
-    if scaled_NV is logits_NV and kept_MV is None and rules.greedy_N is None:
-        raw_N = logprobs_N
-    else:
-        raw_N = _logprob(logits_NV, tokens_N)
-    return Choice(tokens_N=tokens_N, logprobs_N=logprobs_N, raw_logprobs_N=raw_N, kept_MV=kept_MV)
-
-
-def truncate(scaled_MV: Tensor, rules: Rules) -> Tensor:
-    """Return kept_MV (bool): the tokens that top-k, top-p and min-p leave choosable, at least one per row."""
-    assert rules.top_k_M1 is not None
-    vocab_size = scaled_MV.shape[-1]
-    num_candidates = rules.candidates
-    while True:
-        best_MC = scaled_MV.topk(num_candidates, dim=-1).values
-        count_M1, enough = _count_kept(scaled_MV, best_MC, rules)
-        if enough or num_candidates == vocab_size:
-            break
-        num_candidates = min(vocab_size, num_candidates * 8)
-    threshold_M1 = best_MC.gather(-1, count_M1 - 1)
-    above_MV = scaled_MV > threshold_M1
-    tied_MV = scaled_MV == threshold_M1
-    places_left_M1 = count_M1 - above_MV.sum(dim=-1, keepdim=True)
-    return above_MV | (tied_MV & (tied_MV.cumsum(dim=-1) <= places_left_M1))
-
-
-def _count_kept(scaled_MV: Tensor, best_MC: Tensor, rules: Rules) -> tuple[Tensor, bool]:
-    """Return how many of the best tokens each row keeps, and whether the candidates sufficed to tell."""
-    assert rules.top_k_M1 is not None and rules.top_p_M1 is not None and rules.min_p_M1 is not None
-    num_candidates = best_MC.shape[-1]
-    rank_C = torch.arange(num_candidates, device=best_MC.device)
-    weights_MC = torch.exp((best_MC - best_MC[:, :1]).double())
-    in_top_k_MC = rank_C < rules.top_k_M1
-    mass_MC = (weights_MC * in_top_k_MC).cumsum(dim=-1)
-    whole_M1 = torch.exp((scaled_MV - best_MC[:, :1]).double()).sum(dim=-1, keepdim=True)
-    total_M1 = torch.where(rules.top_k_M1 <= num_candidates, mass_MC[:, -1:], whole_M1)
-    before_MC = mass_MC - weights_MC * in_top_k_MC
-    # A token stays when the tokens before it do not hold top_p of the mass yet: the smallest set with at least top_p.
-    kept_MC = in_top_k_MC & (before_MC < rules.top_p_M1 * total_M1) & (weights_MC >= rules.min_p_M1)
-    kept_MC |= (rules.top_p_M1 >= 1.0) & in_top_k_MC & (weights_MC >= rules.min_p_M1)
-    kept_MC[:, 0] = True
-    all_kept_M1 = kept_MC[:, -1:] & (rules.top_k_M1 > num_candidates)
-    return kept_MC.sum(dim=-1, keepdim=True), not bool(all_kept_M1.any())
+    return tokens_N, logprobs_N, kept_MV
 
 
 def _draw(weights_NV: Tensor, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,7 +141,3 @@ def _draw(weights_NV: Tensor, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
     tokens_N1.clamp_(max=weights_NV.shape[-1] - 1)  # only reached when the logits are not finite
     logprobs_N1 = torch.log(weights_NV.gather(-1, tokens_N1) / total_N1)
     return tokens_N1[:, 0], logprobs_N1[:, 0]
-
-
-def _logprob(logits_NV: Tensor, tokens_N: Tensor) -> Tensor:
-    return logits_NV.gather(-1, tokens_N[:, None])[:, 0] - logits_NV.logsumexp(dim=-1)

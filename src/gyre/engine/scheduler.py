@@ -2,8 +2,9 @@
 Pure: no torch, no clock. Caller: cycle.
 
 Decoding rows come first, one token each; then prompts in progress, then the queue's head as long as budget, rows and
-pages last. When a decoding row finds no page, the running sequence of lowest priority, then least computed tokens, is
-preempted. The queue's head blocks those behind it, so nothing starves.
+pages last. When a decoding row finds no page, the running sequence of lowest priority, then least lost work, then
+latest arrival is preempted; what is swapped to host memory loses no work. The queue's head blocks those behind it, so
+nothing starves.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gyre.engine.preemption import choose, num_pages_to_resume, preempt, resume
 from gyre.engine.requests import State
 from gyre.engine.roster import Roster
+from gyre.engine.swap import Pairs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +40,8 @@ class Step:
     sample_tenures: np.ndarray  # int64 [N]: the stays for which they choose; a row may have a new tenant by then
     restored_rows: np.ndarray  # int64: decoding rows whose last token the device must take from the host
     version: int  # of the weights that choose
+    swap_out: Pairs  # pages → slots of the host pool, copied before all else
+    swap_in: Pairs  # slots → pages, copied next
     copies: tuple[tuple[int, int], ...]  # (from, to) pages, copied after the pass
 
     @property
@@ -51,9 +56,12 @@ def schedule(roster: Roster, *, token_budget: int, version: int) -> Step | None:
     assert len(decode_rows) <= token_budget
     chunks = _continue_prefills(roster, token_budget - len(decode_rows))
     left = token_budget - len(decode_rows) - sum(chunk.count for chunk in chunks)
-    chunks += _start_waiting(roster, left, version)
+    started, restored_rows = _start_waiting(roster, left, version)
+    chunks += started
+    decode_rows = np.concatenate([decode_rows, restored_rows])
     if not chunks and len(decode_rows) == 0:
         return None
+    swap_out, swap_in = roster.moves.collect()
     finished_rows, sample_chunks, copies = _finish_prompts(roster, chunks)
     sample_rows = np.concatenate([decode_rows, np.asarray(finished_rows, dtype=np.int64)])
     return Step(
@@ -63,8 +71,10 @@ def schedule(roster: Roster, *, token_budget: int, version: int) -> Step | None:
         sample_chunks=np.asarray(sample_chunks, dtype=np.int64),
         sample_positions=roster.rows.length_R[sample_rows],
         sample_tenures=roster.rows.tenure_R[sample_rows],
-        restored_rows=np.empty(0, np.int64),
+        restored_rows=restored_rows,
         version=version,
+        swap_out=swap_out,
+        swap_in=swap_in,
         copies=tuple(copies),
     )
 
@@ -88,7 +98,7 @@ def _provide_decode_pages(roster: Roster, version: int) -> np.ndarray:
         full = _full_rows(roster, decode_rows)
         if len(full) <= roster.pages.num_available:
             break
-        roster.preempt(_choose_victim(roster), reason="no free page", version=version)
+        preempt(roster, _choose_victim(roster), reason="no free page", version=version)
     if len(full):
         rows.table_RP[full, rows.pages_R[full]] = roster.pages.take(len(full))
         rows.pages_R[full] += 1
@@ -96,10 +106,11 @@ def _provide_decode_pages(roster: Roster, version: int) -> np.ndarray:
 
 
 def _choose_victim(roster: Roster) -> int:
-    """Lowest priority, then least computed tokens, then latest arrival."""
+    """Lowest priority, then least lost work (none for what is swapped), then latest arrival."""
     active, rows = roster.active_rows(), roster.rows
     assert len(active) > 1, "one sequence alone outgrew the cache; admission lets no such request in"
-    order = np.lexsort((-active, -rows.arrival_R[active], rows.computed_R[active], rows.priority_R[active]))
+    lost = np.asarray([choose(roster, row).lost_tokens for row in active.tolist()])
+    order = np.lexsort((-active, -rows.arrival_R[active], lost, rows.priority_R[active]))
     return int(active[order[0]])
 
 
@@ -113,20 +124,32 @@ def _continue_prefills(roster: Roster, budget: int) -> list[Chunk]:
     return chunks
 
 
-def _start_waiting(roster: Roster, budget: int, version: int) -> list[Chunk]:
-    """Start from the queue's head while budget, rows and pages last."""
+def _start_waiting(roster: Roster, budget: int, version: int) -> tuple[list[Chunk], np.ndarray]:
+    """Start from the queue's head while budget, rows and pages last. Returns chunks of prompts, and rows that were
+    swapped and go straight on decoding."""
     chunks: list[Chunk] = []
+    restored: list[int] = []
     while budget > 0 and roster.queue and roster.rows.num_free:
         sequence = roster.queue[0]
-        hits = roster.find_hits(sequence, version)
-        total = roster.num_pages_for(len(sequence.request.tokens) + len(sequence.chosen.tokens))
-        needed = total - len(hits) + roster.pages.num_idle_among(hits)
+        hits = np.empty(0, np.int32)
+        if sequence.swapped is not None:
+            held = roster.pages.still_hold(sequence.swapped.pages, sequence.swapped.stamps)
+            shared, total = sequence.swapped.pages[held], num_pages_to_resume(roster, sequence)
+        else:
+            shared = hits = roster.find_hits(sequence, version)
+            total = roster.num_pages_for(len(sequence.request.tokens) + len(sequence.chosen.tokens))
+        needed = total - len(shared) + roster.pages.num_idle_among(shared)
         if needed + _headroom(roster) > roster.pages.num_available:
             break
         roster.queue.pop(0)
-        chunks.append(_cut(roster, roster.start(sequence, hits, version), budget))
-        budget -= chunks[-1].count
-    return chunks
+        row = roster.start(sequence, hits, version) if sequence.swapped is None else resume(roster, sequence)
+        if roster.rows.decoding_R[row]:
+            restored.append(row)
+            budget -= 1
+        else:
+            chunks.append(_cut(roster, row, budget))
+            budget -= chunks[-1].count
+    return chunks, np.asarray(restored, dtype=np.int64)
 
 
 def _headroom(roster: Roster) -> int:

@@ -10,11 +10,12 @@ requests for reasons from outside (abort, deadline, interrupt), with nothing in 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from gyre.core.records import Finish, Partial, TokenChunk
+from gyre.engine.prompts import Piece
 from gyre.engine.requests import Chosen, Sequence, make_chunk, make_partial
 from gyre.engine.roster import Roster
 from gyre.engine.scheduler import Step
@@ -31,6 +32,8 @@ class Sampled:
     logprobs: np.ndarray  # float32 [N], after temperature and truncation
     raw_logprobs: np.ndarray  # float32 [N]
     supports: dict[int, np.ndarray]  # place in sample_rows → int32 ids that truncation left, for rows that truncate
+    told: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)  # place → ids, raw log-probs [≥ K]
+    pieces: tuple[Piece, ...] = ()  # prompt log-probs of the step's chunks, for those that ask
 
 
 def advance(roster: Roster, step: Step) -> None:
@@ -48,6 +51,8 @@ def book(roster: Roster, step: Step, sampled: Sampled, *, text_stop: TextStop) -
     pages; a step launched meanwhile may still read and write those pages, and whoever gets them next does so in a
     later step, hence after it: the device works in order."""
     live_N = roster.rows.tenure_R[step.sample_rows] == step.sample_tenures
+    for piece in sampled.pieces:
+        piece.book.enter(piece, step.version)
     _remember_prompts(roster, step, live_N)
     places_N = np.flatnonzero(live_N)
     if len(places_N) < len(live_N):
@@ -72,6 +77,7 @@ def _select(sampled: Sampled, places: np.ndarray) -> Sampled:
         logprobs=sampled.logprobs[places],
         raw_logprobs=sampled.raw_logprobs[places],
         supports={new_place[place]: ids for place, ids in sampled.supports.items() if place in new_place},
+        told={new_place[place]: told for place, told in sampled.told.items() if place in new_place},
     )
 
 
@@ -85,6 +91,10 @@ def _write(roster: Roster, rows_N: np.ndarray, at_N: np.ndarray, sampled: Sample
     rows.known_R[rows_N] = at_N + 1
     for place, ids in sampled.supports.items():
         rows.sequence_at(int(rows_N[place])).supports.append(ids)
+    for place, (ids, logprobs) in sampled.told.items():
+        row = int(rows_N[place])
+        best = int(rows.told_R[row])
+        rows.sequence_at(row).told.append((ids[:best], logprobs[:best]))
 
 
 def _hand_out(
@@ -94,8 +104,11 @@ def _hand_out(
     stop_N = (rows.stops_RS[rows_N] == sampled.tokens[:, None]).any(axis=1)
     for place in np.flatnonzero(rows.text_stop_R[rows_N] & ~stop_N).tolist():
         row = int(rows_N[place])
-        stop_N[place] = text_stop(rows.sequence_at(row), rows.chosen(row).tokens)
-    broken_N = ~np.isfinite(sampled.raw_logprobs)
+        stop_N[place] = _stops_in_text(rows.sequence_at(row), rows.chosen(row).tokens, text_stop)
+    broken_N = ~(np.isfinite(sampled.raw_logprobs) & np.isfinite(sampled.logprobs))
+    for place in np.flatnonzero(rows.scored_R[rows_N]).tolist():  # once, when the first token is chosen
+        broken_N[place] |= _has_unsound_prompt(rows.sequence_at(int(rows_N[place])))
+        rows.scored_R[rows_N[place]] = False
     known_N = rows.known_R[rows_N]
     finished_N = stop_N | broken_N | (known_N >= rows.limit_R[rows_N])
     chunks = []
@@ -113,6 +126,15 @@ def _hand_out(
     return chunks
 
 
+def _stops_in_text(sequence: Sequence, tokens: np.ndarray, text_stop: TextStop) -> bool:
+    sampling = sequence.request.sampling
+    return bool(sampling.stop) and len(tokens) > sampling.min_tokens and text_stop(sequence, tokens)
+
+
+def _has_unsound_prompt(sequence: Sequence) -> bool:
+    return sequence.book is not None and not sequence.book.is_sound
+
+
 def _end_broken(roster: Roster, sequence: Sequence, version: int) -> TokenChunk:
     """The model gave non-finite logits: answer without the last token, and keep its KV from being shared."""
     assert sequence.row is not None
@@ -124,6 +146,9 @@ def _end_broken(roster: Roster, sequence: Sequence, version: int) -> TokenChunk:
         versions=chosen.versions[:-1],
     )
     del sequence.supports[len(sound.tokens) :]
+    del sequence.told[len(sound.tokens) - sequence.told_from :]
+    if _has_unsound_prompt(sequence):
+        sequence.book = None
     roster.emit("engine.nonfinite", request_id=sequence.request.request_id, index=sequence.index, version=version)
     chunk = make_chunk(sequence, sound, "abort", "the model gave non-finite logits")
     roster.retire(sequence, version=version, keep_pages=False)
@@ -152,9 +177,8 @@ def end_complete_partials(
         tokens = sequence.chosen.tokens
         if len(tokens) == 0:
             continue
-        stopped = int(tokens[-1]) in sequence.stop_ids or (
-            bool(sequence.request.sampling.stop) and text_stop(sequence, tokens)
-        )
+        banned = len(tokens) <= sequence.request.sampling.min_tokens
+        stopped = not banned and (int(tokens[-1]) in sequence.stop_ids or _stops_in_text(sequence, tokens, text_stop))
         if stopped or len(tokens) >= sequence.request.sampling.max_tokens:
             roster.queue.remove(sequence)
             chunks.append(make_chunk(sequence, sequence.chosen, "stop" if stopped else "length"))

@@ -90,7 +90,15 @@ def join_chunks(chunks: list[TokenChunk]) -> Completion:
         finish=last.finish,
         support=_join_supports([chunk.support for chunk in chunks]),
         reason=last.reason,
+        top_ids=_join_arrays([chunk.top_ids for chunk in chunks]),
+        top_logprobs=_join_arrays([chunk.top_logprobs for chunk in chunks]),
+        prompt_logprobs=next((chunk.prompt_logprobs for chunk in chunks if chunk.prompt_logprobs is not None), None),
     )
+
+
+def _join_arrays(arrays: list[np.ndarray | None]) -> np.ndarray | None:
+    parts = [array for array in arrays if array is not None]
+    return np.concatenate(parts) if parts else None
 
 
 def _join_supports(supports: list[Support | None]) -> Support | None:

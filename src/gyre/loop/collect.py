@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from gyre.core.contracts import RolloutEngine
-from gyre.core.errors import DeadlineError, EngineRefused
+from gyre.core.errors import ConfigError, DeadlineError, EngineRefused
 from gyre.core.records import Group, Partial, Prompt, Request, Rollout, Sampling, Score, Support, TokenChunk
 from gyre.core.seeds import derive_seed
 from gyre.loop.ports import Emit, TextPort
@@ -107,6 +107,11 @@ class Collector:
         emit: Emit,
     ) -> None:
         """`cap`: tokens that a completion may take in this step, 0 for all it wants."""
+        if sampling.shapes_logits:
+            raise ConfigError(
+                "rollouts with penalties, logit_bias or min_tokens: the trainer cannot compute their log-probs again",
+                hint="sample rollouts with temperature, top_p, top_k and min_p only",
+            )
         self._engine, self._scoring, self._text, self._emit = engine, scoring, text, emit
         self._sampling, self._cap, self._deadline_s = sampling, cap, deadline_s
 

@@ -5,16 +5,24 @@ Callers: runconfig, planner, wire, loop. No torch here.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from gyre.core.config import Section
 from gyre.core.records import Sampling
 
+SERVING_ONLY = (
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "min_tokens",
+)
+
 
 class RolloutConfig(Section):
-    """What one loop step asks the engine for."""
+    """What one loop step asks the engine for. Only what the trainer can do again: temperature and truncation."""
 
     prompts_per_step: int = Field(default=32, ge=1)
     """Prompts taken from the data per loop step."""
@@ -41,6 +49,17 @@ class RolloutConfig(Section):
     """Longest wait for the rollouts of a step."""
     reward_deadline_s: float = Field(default=120.0, gt=0.0)
     """Longest wait for rewards after the last rollout."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def refuse_what_cannot_be_trained_on(cls, values: Any) -> Any:
+        for key in SERVING_ONLY if isinstance(values, dict) else ():
+            if key in values:
+                raise ValueError(
+                    f"{key} is for serving only: the trainer computes the log-probs of rollouts again from temperature "
+                    "and truncation, and could not; leave it out, or use temperature, top_p, top_k or min_p"
+                )
+        return values
 
     def sampling(self) -> Sampling:
         return Sampling(

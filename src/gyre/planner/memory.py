@@ -18,6 +18,7 @@ from gyre.vram.phases import default_needs, leave_tiers, match_name
 
 ITEM_BYTES: Mapping[Dtype, int] = {"float32": 4, "bfloat16": 2}
 LOGIT_ROWS = 1024  # rows of logits that exist at a time in the trainer, at most
+TRUNCATION_ROWS, TRUNCATION_BYTES = 64, 48  # as in engine.truncation: rows at a time, bytes per row and token
 
 
 def kv_bytes_per_page(model: ModelNumbers, dtype: Dtype, page_tokens: int) -> int:
@@ -46,12 +47,13 @@ def logit_bytes(model: ModelNumbers, rows: int) -> int:
 
 
 def engine_bytes(model: ModelNumbers, dtype: Dtype, *, tokens: int, running: int, longest: int) -> int:
-    """One engine step: a layer's temporaries, gathered keys and values, float32 logits of all running sequences."""
+    """One engine step: a layer's temporaries, gathered keys and values, float32 logits of all running sequences, and
+    truncation of some of them at a time."""
     m, item = model, ITEM_BYTES[dtype]
     heads = (m.num_heads + 2 * m.num_kv_heads) * m.head_dim
     layer = tokens * item * (4 * m.hidden_size + 2 * heads + 4 * m.mlp_size)
     gathered = 2 * running * longest * m.num_kv_heads * m.head_dim * item
-    sampling = 3 * 4 * running * m.vocab_size
+    sampling = (3 * 4 * running + TRUNCATION_BYTES * min(running, TRUNCATION_ROWS)) * m.vocab_size
     return layer + gathered + sampling
 
 

@@ -39,6 +39,7 @@ def default_needs(*, shared_weights: bool) -> dict[str, Need]:
     actor: tuple[Phase, ...] = ("score", "train", "handover")
     return {
         "engine": Need(phases=("handover", "rollout", "evaluate")),
+        "engine.kv_host": Need(phases=()),  # never on the device
         "engine.kv": Need(phases=("rollout", "evaluate"), wake=WAKE_KV),
         "engine.graphs": Need(phases=("rollout", "evaluate"), wake=WAKE_GRAPHS),
         "actor": Need(phases=("train",), wake=WAKE_STATE),

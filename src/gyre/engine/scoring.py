@@ -1,0 +1,81 @@
+"""Scoring: prompt log-probs of one step, for the prompts that ask. In: the Step with its layout and hidden states. Out:
+numbers on the device, and later the Pieces that they are. Callers: runner, gpu_runner.
+"""
+
+# T tokens of the step, Q targets scored, C chunks, E hidden size, K best tokens
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from gyre.engine.attention import to_device
+from gyre.engine.prompts import Piece, PromptBook
+from gyre.engine.raw import score_targets
+from gyre.engine.rows import Rows
+from gyre.engine.scheduler import Step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """Which targets were scored, and their numbers on the device."""
+
+    spans: tuple[tuple[PromptBook, int, int], ...]  # book, first target, targets
+    numbers: Tensor  # float64 [Q, 1 + 2K]: own log-prob, ids of the best, their log-probs
+
+
+def score_prompts(
+    rows: Rows,
+    step: Step,
+    place_C: np.ndarray,
+    hidden_TE: Tensor,
+    project: Callable[[Tensor], Tensor],
+    *,
+    rows_at_once: int,
+) -> Scores | None:
+    """Score the targets that the step's chunks give and nobody knows yet. place_C: where each chunk's first token lies
+    in the step. None when no chunk's prompt asks."""
+    spans, places, targets = [], [], []
+    for chunk, place in zip(step.chunks, place_C.tolist(), strict=True):
+        book = rows.sequence_at(chunk.row).book
+        if book is None:
+            continue
+        first, count = book.wanted(chunk.start, chunk.count)
+        if count:
+            spans.append((book, first, count))
+            places.append(place + first - 1 - chunk.start + np.arange(count))
+            targets.append(rows.tokens_RW[chunk.row, first : first + count].astype(np.int64))
+    if not spans:
+        return None
+    device = hidden_TE.device
+    numbers = score_targets(
+        hidden_TE,
+        to_device(np.concatenate(places), device),
+        to_device(np.concatenate(targets), device),
+        project,
+        best=max(book.best for book, _, _ in spans),
+        rows_at_once=rows_at_once,
+    )
+    return Scores(spans=tuple(spans), numbers=numbers)
+
+
+def pieces_of(scores: Scores, numbers: np.ndarray) -> tuple[Piece, ...]:
+    """Cut the numbers, now on the host, into pieces for their books."""
+    best = (numbers.shape[1] - 1) // 2
+    pieces, at = [], 0
+    for book, first, count in scores.spans:
+        part = numbers[at : at + count]
+        at += count
+        pieces.append(
+            Piece(
+                book=book,
+                first=first,
+                logprobs=part[:, 0].astype(np.float32),
+                top_ids=part[:, 1 : 1 + best].astype(np.int32),
+                top_logprobs=part[:, 1 + best :].astype(np.float32),
+            )
+        )
+    return tuple(pieces)
