@@ -133,3 +133,41 @@ def test_each_preemption_says_what_it_weighed() -> None:
             Bench(shared=True, kv_host_bytes=10)
 
     go(main)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", [False, True])
+def test_soak_of_a_whole_engine_under_aborts(overlap: bool) -> None:
+    """Readers come, read some and go away, or stay; who stays gets what an undisturbed engine gives."""
+
+    async def main() -> None:
+        bench, roomy = Bench(shared=True, **TIGHT, overlap=overlap), Bench(shared=True, **ROOMY)
+        generator = np.random.default_rng(0)
+        requests = [
+            replace(one, chunk_tokens=1, priority=int(generator.integers(-1, 2))) for one in ask(150, max_tokens=40)
+        ]
+        await roomy.engine.start(dummy=False)
+        expected = tokens_of(await roomy.ask(150, max_tokens=40))
+        await bench.engine.start(dummy=False)
+        stays = generator.random(len(requests)) < 0.6
+        counts = generator.integers(0, 40, len(requests))
+
+        async def read(place: int) -> list[int] | None:
+            stream = bench.engine.submit(requests[place])
+            if stays[place]:
+                return (await collect(stream))[0].tokens.tolist()
+            for _ in range(counts[place]):
+                await anext(stream)
+            await stream.aclose()
+            return None
+
+        for first in range(0, len(requests), 30):
+            wave = range(first, first + 30)
+            for place, got in zip(wave, await asyncio.gather(*map(read, wave)), strict=True):
+                assert got is None or got == expected[place]
+        await bench.engine.drain(deadline_s=30)
+        stats = await bench.engine.stats()
+        assert stats.swaps_out > 10 and stats.pages_used == stats.host_pages_used == stats.running == stats.waiting == 0
+        bench.check()
+
+    go(main)

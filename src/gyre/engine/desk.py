@@ -178,7 +178,7 @@ class Desk:
                 self.fail(error)
                 return
             self._deliver(chunks)
-            if not chunks and (self._held or self._blocked() is not None):
+            if not chunks and (self.is_drained_inside() or self._blocked() is not None):
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._poked.wait(), LOOK_AGAIN_S)
 
