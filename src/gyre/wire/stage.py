@@ -36,7 +36,8 @@ from gyre.wire.make import (
     make_judge,
     make_scorer,
 )
-from gyre.wire.stages import MAIN, Stage, StageData
+from gyre.wire.order import MAIN
+from gyre.wire.stages import Stage, StageData
 
 
 class Built:
