@@ -145,8 +145,8 @@ def bound_lengths(data: DataConfig, *, prompt: int, sequence: int) -> DataConfig
 
 
 def take_held_out(
-    held_out: Sequence[Record], num: int, source: str, key: str = "eval.num_problems"
-) -> Sequence[Record]:
+    held_out: tuple[Record, ...], num: int, source: str, key: str = "eval.num_problems"
+) -> tuple[Record, ...]:
     """The first `num`; ConfigError when there are fewer, since a mean over fewer would not be what was asked for."""
     if num > len(held_out):
         raise ConfigError(
