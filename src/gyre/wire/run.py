@@ -28,6 +28,7 @@ from gyre.observe.samples import SampleLog
 from gyre.observe.spans import Spans
 from gyre.planner.plan import Plan
 from gyre.runconfig import RunConfig
+from gyre.text.tokenizer import is_misread
 from gyre.trainer.snapshot import SnapshotStore
 from gyre.wire.folders import hold
 from gyre.wire.goal import judge_goal
@@ -45,6 +46,11 @@ from gyre.wire.make import (
 from gyre.wire.order import MAIN
 from gyre.wire.stage import Built
 from gyre.wire.stages import Stage, StageData, load_stage_data, plan_run, plan_stages
+
+MISREAD = (
+    "transformers reads tokenizer files beside a model of this family by its own rules, so the export's would give "
+    "other ids there; gyre reads them right. Leave tokenizer.path out, or take a tokenizer of this family."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +86,8 @@ class Run:
         tokenizer = make_tokenizer(self._config, self._folder / "tokenizer", self._emit)
         policy = make_policy(self._config, tokenizer, self._machine)
         self._announce(stages, policy, at)
+        if is_misread(tokenizer, policy.spec.family):
+            self._emit("warn.tokenizer_misread", family=policy.spec.family, reason=MISREAD)
         version, result = 0, progress
         for ready in [self._prepare(stage, policy) for stage in stages[at:]]:
             result, version = await self._run_stage(ready, policy, result, found, version)
