@@ -162,6 +162,9 @@ class NativeTrainer:
     def measure(self) -> Mapping[str, Usage]:
         return self._tenancy.measure()
 
+    def keep_pages(self, keep: bool) -> None:
+        self._tenancy.keep_pages(keep)
+
     # Training, on the compute thread ---------------------------------------------------------------------------------
 
     @property

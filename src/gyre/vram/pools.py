@@ -46,7 +46,8 @@ class StoragePool:
         self._sharers = _group_by_storage(name, tensors, device)
         self._storages = [sharers[0].untyped_storage() for sharers in self._sharers]
         self._sizes = [storage.nbytes() for storage in self._storages]
-        self._host: HostBuffer | None = None
+        self._host: HostBuffer | None = None  # on the device too while pages are kept
+        self._keeps_pages = False
         self._watched: list[weakref.ref] = []  # pages of every host buffer ever made here and not known to be dead
         self._file = DiskFile(folder, name) if folder is not None else None
         if self._file is not None:
@@ -81,8 +82,15 @@ class StoragePool:
         {"device": self._to_device, "host": self._to_host, "disk": self._to_disk, "none": lambda: None}[tier]()
         left, self.tier = self.tier, tier
         self._let_go(left)
+        self._settle_pages()
         if left == "none" and self._refill is not None:
             self._refill()
+
+    def keep_pages(self, keep: bool) -> None:
+        """Whether host pages stay, pinned, when the component comes back from them to the device: pinning them anew
+        takes longer than the copy. Without it those that are there are freed."""
+        self._keeps_pages = keep
+        self._settle_pages()
 
     def _check_move(self, tier: Tier) -> None:
         if tier not in self.tiers:
@@ -124,8 +132,9 @@ class StoragePool:
     def _to_host(self) -> None:
         if self.size_bytes == 0:
             return
-        self._host = HostBuffer(self.size_bytes, pin=self.device.type == "cuda", owner=f"component {self.name}")
-        self._watched.append(self._host.watch())
+        if self._host is None:
+            self._host = HostBuffer(self.size_bytes, pin=self.device.type == "cuda", owner=f"component {self.name}")
+            self._watched.append(self._host.watch())
         try:
             if self.tier == "disk":
                 assert self._file is not None
@@ -143,11 +152,13 @@ class StoragePool:
     def _let_go(self, tier: Tier) -> None:
         if tier == "device":
             self._free_device()
-        elif tier == "host":
-            self._host = None
         elif tier == "disk":
             assert self._file is not None
             self._file.remove()
+
+    def _settle_pages(self) -> None:
+        if not (self.tier == "host" or (self.tier == "device" and self._keeps_pages)):
+            self._host = None
 
     def _free_device(self) -> None:
         for storage in self._storages:
@@ -195,6 +206,7 @@ class StoragePool:
         """Forget the contents wherever they are, and the file."""
         self._let_go(self.tier)
         self.tier = "none"
+        self._settle_pages()
 
 
 def _group_by_storage(name: str, tensors: Mapping[str, Tensor], device: torch.device) -> list[list[Tensor]]:
@@ -233,6 +245,11 @@ class PoolTenant:
                 raise InputError(f"no component '{name}' (accepted: {', '.join(self._pools)})")
         for name in names:
             self._pools[name].move(tier)
+
+    def keep_pages(self, keep: bool) -> None:
+        """Whether components that come back from the host keep their pages there. See StoragePool.keep_pages."""
+        for pool in self._pools.values():
+            pool.keep_pages(keep)
 
     def measure(self) -> Mapping[str, Usage]:
         return {name: pool.measure() for name, pool in self._pools.items()}
