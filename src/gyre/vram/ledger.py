@@ -58,7 +58,7 @@ def check_transition(entry: Entry, tier: Tier) -> None:
 
 def apply_plan(ledger: Ledger, plan: MovePlan) -> Ledger:
     """The ledger after the plan."""
-    target = {move.name: move.target for move in plan.moves}
+    target: dict[str, Tier] = {move.name: move.target for move in plan.moves}
     return replace(ledger, entries=tuple(e.moved(target[e.name]) if e.name in target else e for e in ledger.entries))
 
 

@@ -86,6 +86,19 @@ class StoragePool:
         if left == "none" and self._refill is not None:
             self._refill()
 
+    def copies(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """CPU copies of tensors that lie in the component's storages, read where the bytes are, without a move."""
+        assert self.tier != "none", f"{self.name} has no contents"
+        if self.tier == "disk":
+            assert self._file is not None
+            segments = [torch.empty(size, dtype=torch.uint8) for size in self._sizes]
+            self._file.read(segments)
+        else:
+            there = self._device_segments() if self.tier == "device" else self._host_segments()
+            segments = [segment.to("cpu", copy=True) for segment in there]
+        place = {storage._cdata: index for index, storage in enumerate(self._storages)}
+        return {name: _lay_out(t, segments[place[t.untyped_storage()._cdata]]) for name, t in tensors.items()}
+
     def keep_pages(self, keep: bool) -> None:
         """Whether host pages stay, pinned, when the component comes back from them to the device: pinning them anew
         takes longer than the copy. Without it those that are there are freed."""
@@ -209,6 +222,12 @@ class StoragePool:
         self._settle_pages()
 
 
+def _lay_out(like: Tensor, segment: Tensor) -> Tensor:
+    """A tensor over the segment's bytes, shaped as `like` is over its own storage."""
+    bare = torch.empty(0, dtype=like.dtype)
+    return bare.set_(segment.untyped_storage(), like.storage_offset(), like.size(), like.stride())  # pyright: ignore
+
+
 def _group_by_storage(name: str, tensors: Mapping[str, Tensor], device: torch.device) -> list[list[Tensor]]:
     sharers: dict[int, list[Tensor]] = {}
     for key, tensor in tensors.items():
@@ -235,6 +254,10 @@ class PoolTenant:
     def remove(self, name: str) -> None:
         """Forget a component and its bytes."""
         self._pools.pop(name).close()
+
+    def copies(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """See StoragePool.copies."""
+        return self._pools[name].copies(tensors)
 
     def components(self) -> Sequence[Component]:
         return [pool.component() for pool in self._pools.values()]
