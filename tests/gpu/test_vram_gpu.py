@@ -90,6 +90,24 @@ def test_parked_bytes_are_pinned_and_given_back(tmp_path: Path, device) -> None:
     assert moved.measure().host_bytes == 0
 
 
+def test_pinned_pages_are_kept_between_parks(tmp_path: Path, device) -> None:
+    """Through the manager, which keeps them by itself on a GPU: the same pinned pages each time, in the account."""
+    parts = [pool("actor.params", 64, tmp_path, device), pool("actor.optimizer", 256, tmp_path, device)]
+    tenant = PoolTenant(parts)
+    manager = manage([tenant], device, [], residency="phase")
+    addresses = set()
+    for step in range(3):
+        manager.enter("rollout", step=step)
+        assert parts[1]._host is not None and parts[1]._host.bytes.is_pinned()
+        addresses.add(parts[1]._host.bytes.data_ptr())
+        manager.enter("train", step=step)
+        assert tenant.measure()["actor.optimizer"].host_bytes == parts[1].size_bytes
+        assert manager.ledger.entry("actor.optimizer").kept_bytes == parts[1].size_bytes
+    assert len(addresses) == 1
+    parts[1].keep_pages(False)
+    assert tenant.measure()["actor.optimizer"].host_bytes == 0
+
+
 def test_a_reload_that_does_not_fit_keeps_the_host_copy(tmp_path: Path, device) -> None:
     moved = pool("actor.optimizer", 512, tmp_path, device)
     moved.move("host")

@@ -160,16 +160,18 @@ def test_errors_are_json_too(tmp_path: Path, argv: list[str], kind: str) -> None
 
 
 def test_stages_run_alone(tmp_path: Path) -> None:
-    config = write_config(tmp_path)
+    config = write_config(tmp_path, {"goal": {"metric": "accuracy", "margin": -1.0}})
     cold = gyre("train", config, "--stage", "cold_start", "--json", folder=tmp_path)
     assert cold.code == 0, cold.err
     assert cold.json["evals"]["loss"]["after"] < cold.json["evals"]["loss"]["before"]
+    assert cold.json["goal"]["reached"] is None and "main stage" in cold.json["goal"]["verdict"]
     export = Path(cold.json["export"])
     main = gyre(
         "train", config, "--stage", "main", "--set", f'model={{path="{export}"}}', "--json", folder=tmp_path
     )  # fmt: skip
     assert main.code == 0, main.err
     assert main.json["step"] == 5 and main.json["run"].endswith("tiny-2")
+    assert main.json["goal"]["reached"] is True
     told = read_story(Path(main.json["run"]))
     assert {step["stage"] for step in told.steps} == {"main"}
 

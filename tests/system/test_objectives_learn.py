@@ -75,10 +75,25 @@ def test_lifts_accuracy(name: str, policy: Path, tmp_path: Path) -> None:
 def test_variant_lifts_accuracy(variant: str, policy: Path, tmp_path: Path) -> None:
     result = train("arith_variants_cpu", tmp_path, f"objective.variant={variant}", model=policy)
     check_goal("arith_variants_cpu", result)
-    kls = [step["metrics"]["kl_reference"] for step in events_of(Path(result["run"]), "step.done")]
-    # The loss compares the trainer with itself; the reward has the log-probs that the engine sampled with.
-    rounding = 1e-6 if VARIANTS[variant].get("kl_in", "loss") == "loss" else 1e-2
-    assert abs(kls[0]) < rounding < kls[-1], "the config turns the KL on, and the stage begins at the reference"
+    steps = [step["metrics"] for step in events_of(Path(result["run"]), "step.done")]
+    check_ratios(variant, steps)
+    kls = [step["kl_reference"] for step in steps]
+    assert abs(kls[0]) < 1e-2 < kls[-1], "the config turns the KL on, and the stage begins at the reference"
+
+
+def check_ratios(variant: str, steps: list[dict[str, float]]) -> None:
+    """A step's second update is one step off its samples: ratios leave 1, and the clip acts where there is one."""
+    assert any(step["kl_old"] > 0.0 for step in steps), "the policy moved between the two updates of a step"
+    clipped = [step["clip_fraction"] for step in steps]
+    row = VARIANTS[variant]
+    if row["surrogate"] == "clip":
+        assert any(fraction > 0.0 for fraction in clipped), "the clip acted"
+        sides = [sum(step[f"clip_{side}_fraction"] for step in steps) for side in ("low", "high")]
+        assert all(side > 0.0 for side in sides), "on both sides"
+    else:
+        assert row["clip_low"] == 1.0 and row["clip_high"] >= 4.0, "cispo's bounds are for ratios that have run away"
+        assert max(clipped) < 0.01
+    assert max(clipped) < 1.0
 
 
 def test_reward_model_tells_right_from_wrong(reward_model: dict[str, Any]) -> None:

@@ -15,9 +15,6 @@ QUESTION = "Anna has 3 apples and buys 4 more. How many apples does she have?"
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_trains_and_exports(tmp_path: Path, family: str) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     model = save_checkpoint(tmp_path / "model", family)
     rows = save_rows(tmp_path / "train.jsonl", gsm8k_rows(80))
     config = write_config(
@@ -47,10 +44,38 @@ def test_trains_and_exports(tmp_path: Path, family: str) -> None:
     assert {name: array.shape for name, array in before.items()} == {name: a.shape for name, a in after.items()}
     assert any(not np.array_equal(before[name], after[name]) for name in before), "it learnt something"
 
+    check_export(run, family)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_a_fresh_model_with_a_tokenizer_of_ours_exports(tmp_path: Path, family: str) -> None:
+    """transformers chooses the class that reads the tokenizer's files by the family. (qwen3: test_commands.)"""
+    config = write_config(tmp_path, {"model.shape.family": family, "trainer.steps": 1})
+    answer = gyre("train", config, "--json", folder=tmp_path)
+    assert answer.code == 0, answer.err
+    run = Path(answer.json["run"])
+    assert not events_of(run, "warn.tokenizer_misread")
+    check_export(run, family)
+
+
+def test_a_tokenizer_that_others_would_misread_is_an_event(tmp_path: Path) -> None:
+    first = gyre("train", write_config(tmp_path, {"trainer.steps": 1}), "--json", folder=tmp_path).json["run"]
+    sets = {"model.shape.family": "qwen2", "trainer.steps": 1, "tokenizer": {"path": f"{first}/tokenizer"}}
+    answer = gyre("train", write_config(tmp_path, sets), "--json", folder=tmp_path)
+    assert answer.code == 0, answer.err
+    (event,) = events_of(Path(answer.json["run"]), "warn.tokenizer_misread")
+    assert event["family"] == "qwen2"
+
+
+def check_export(run: Path, family: str) -> None:
+    """transformers reads the export as the same model, with the same words."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     reloaded = AutoModelForCausalLM.from_pretrained(run / "export", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(run / "export")
     assert type(reloaded).__name__.lower().startswith(family)
-    words = gyre("chat", run, "--prompt", QUESTION, "--max-tokens", "12", "--json", folder=tmp_path).json["answers"][0]
+    words = gyre("chat", run, "--prompt", QUESTION, "--max-tokens", "12", "--json", folder=run).json["answers"][0]
     rendered = tokenizer.apply_chat_template(
         [{"role": "user", "content": QUESTION}], add_generation_prompt=True, return_tensors="pt", return_dict=True
     )

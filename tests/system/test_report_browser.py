@@ -190,6 +190,26 @@ def test_rollouts_are_browsed_by_step_prompt_and_completion(browser: chromium.Ch
     assert "answer" in browser.script("document.querySelector('#rollout-panel table').textContent")
 
 
+@pytest.mark.parametrize(("whole_mib", "drawn"), [(100, 1), (12_000, 0)])
+def test_the_memory_chart_is_scaled_to_what_is_used(
+    browser: chromium.Chromium, tmp_path: Path, whole_mib: int, drawn: int
+) -> None:
+    log = EventLog(tmp_path / "events.jsonl", attempt=1)
+    for step in range(8):
+        owners = {"actor.params": {"device": (40 + step) << 20, "host": 0, "disk": 0}}
+        log.emit("memory", phase="train", step=step, owners=owners, device_free_bytes=(whole_mib - 40 - step) << 20)
+    browser.open(write_report(tmp_path), width=1280, height=900)
+    assert browser.script("document.querySelectorAll('#memory path[stroke-dasharray]').length") == drawn
+    assert "all that the device has: " in browser.script("document.querySelector('#memory .legend').textContent")
+    share = """(() => {
+      const plot = document.querySelector('#memory svg.plot').getBoundingClientRect();
+      const area = document.querySelector('#memory svg.plot path').getBoundingClientRect();
+      return area.height / plot.height;
+    })()"""
+    assert browser.script(share) > (0.2 if drawn else 0.6)
+    assert browser.script(FLAWS) == []
+
+
 def test_a_hostile_run_runs_nothing(browser: chromium.Chromium, tmp_path: Path) -> None:
     tests = load(HERE.parent / "unit" / "test_observe_report.py")
     browser.open(write_report(tests.write_hostile(tmp_path)), width=1280, height=900)

@@ -15,6 +15,7 @@ from gyre.core.records import Sampling
 from gyre.engine.config import EngineConfig
 from gyre.engine.native import NativeEngine
 from gyre.loop.collect import Collector, InFlight, open_groups, split_whole
+from gyre.loop.evaluate import EVALUATION
 from gyre.loop.scoring import Scoring
 from gyre.models.decoder import Decoder
 from gyre.models.init import init_weights
@@ -97,3 +98,56 @@ def test_an_interrupted_engine_is_idle_and_answers_the_next_question_the_same(en
         await engine.terminate()
 
     run(go())
+
+
+@pytest.fixture
+def one_thread():
+    """Which row of the engine a request gets may show in a product's last bit when threads share it out."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("num_pages", [40, 400])
+def test_an_evaluation_leaves_no_trace_in_the_rollouts_that_follow(num_pages):
+    """A resumed run has not made the evaluation that came before its first step: hits and bits must be the same. The
+    smaller number of pages makes the cache give up some, and requests wait."""
+
+    async def go(*, evaluates: bool, salt: str) -> tuple[list[int], list[np.ndarray]]:
+        decoder = Decoder(SPEC, device=CPU, dtype=torch.float32)
+        init_weights(decoder, 3)
+        with ThreadPoolExecutor(1) as compute:
+            settings = EngineConfig(num_pages=num_pages, page_tokens=4, max_running=6)
+            engine = NativeEngine(
+                decoder, settings, TOKENIZER, compute=compute, emit=silent, device=CPU, dtype=torch.float32
+            )
+            await engine.start(dummy=False)
+            if evaluates:
+                await ask(engine, "eval", Sampling(max_tokens=6, temperature=0.0), salt)
+            before = await engine.stats()
+            rollouts, hits = [], []
+            for step in range(2):
+                found = await ask(engine, f"step{step}", Sampling(n=2, max_tokens=8), "")
+                rollouts += [r.logprobs for group in found for r in group.rollouts.values()]
+                hits.append((await engine.stats()).prefix_hit_tokens - before.prefix_hit_tokens)
+            await engine.terminate()
+        return hits, rollouts
+
+    async def ask(engine: NativeEngine, name: str, sampling: Sampling, salt: str) -> list[InFlight]:
+        groups = open_groups(TRAIN[:5], run_seed=sum(name.encode()), step=1)
+        async with Scoring(TableScorer(lambda rollout: 1.0, emit=silent), deadline_s=20.0) as scoring:
+            collector = Collector(
+                engine, scoring, TOKENIZER, sampling=sampling, cap=0, deadline_s=60.0, emit=silent, tenant_salt=salt
+            )
+            await collector.run(groups)
+            await scoring.finish()
+        return groups
+
+    bare_hits, bare = run(go(evaluates=False, salt=""))
+    hits, after = run(go(evaluates=True, salt=EVALUATION))
+    assert hits == bare_hits and hits[-1] > 0
+    assert all(np.array_equal(one, other) for one, other in zip(bare, after, strict=True))
+    shared, _ = run(go(evaluates=True, salt=""))
+    assert shared != bare_hits, "without a salt of its own it would be found"

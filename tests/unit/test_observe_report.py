@@ -19,7 +19,7 @@ from gyre.core.errors import InputError
 from gyre.core.records import Prompt, Rollout, Sampling, Score, ScorePart
 from gyre.observe.catalog import PANELS, matches, pick, place
 from gyre.observe.events import EventLog, read_events
-from gyre.observe.report import embed_json, write_report
+from gyre.observe.report import embed_json, gather, write_report
 from gyre.observe.report_curves import Series, thin, thin_series, wilson_interval
 from gyre.observe.report_samples import GroupRef, choose_groups
 from gyre.observe.report_story import tell
@@ -111,7 +111,19 @@ def test_time_memory_and_overlap_are_accounted_for(page: Page) -> None:
     memory = data["memory"]
     assert set(memory["owners"]) >= {"engine.kv", "actor.optimizer", "reference"}
     assert max(memory["tiers"]["disk"]["reference"]) == 13 << 20
-    assert memory["free"] is not None
+    assert memory["whole"]["bytes"] == 192 << 20 and memory["whole"]["line"] is not None
+
+
+@pytest.mark.parametrize(("whole_mib", "drawn"), [(64, True), (256, True), (257, False), (12_000, False)])
+def test_a_large_device_is_a_caption_and_does_not_dwarf_the_chart(tmp_path: Path, whole_mib: int, drawn: bool) -> None:
+    log = EventLog(tmp_path / "events.jsonl", attempt=1)
+    log.emit("run.started", device="cpu")
+    for step, used_mib in enumerate((16, 64, 32)):
+        owners = {"actor.params": {"device": used_mib << 20, "host": 0, "disk": 0}}
+        log.emit("memory", phase="train", step=step, owners=owners, device_free_bytes=(whole_mib - used_mib) << 20)
+    whole = gather(tmp_path)["memory"]["whole"]
+    assert whole["bytes"] == whole_mib << 20 and "CPU" in whole["name"]
+    assert (whole["line"] is not None) is drawn
 
 
 def test_counted_events_and_fences_are_told(page: Page) -> None:

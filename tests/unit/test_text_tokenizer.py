@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gyre.core.errors import InputError
-from gyre.text.tokenizer import END, PAD, SPECIAL, load_tokenizer, train_tokenizer
+from gyre.text.tokenizer import END, PAD, SPECIAL, Tokenizer, is_misread, load_tokenizer, train_tokenizer
 
 MESSAGES = [
     {"role": "system", "content": "Think first."},
@@ -33,6 +33,7 @@ def training_texts() -> list[str]:
 
 
 TOKENIZER = train_tokenizer(training_texts(), vocab_size=400)
+QWEN2 = train_tokenizer(training_texts(), vocab_size=400, style="qwen2")
 
 
 @pytest.fixture(scope="module")
@@ -141,28 +142,52 @@ def test_saved_folder_loads_as_the_same_tokenizer(saved: Path) -> None:
     assert other.fingerprint != TOKENIZER.fingerprint
 
 
-@pytest.mark.parametrize("model_type", ["", "qwen3", "llama"])
-def test_transformers_reads_the_saved_folder_the_same_way(saved: Path, tmp_path: Path, model_type: str) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "tokenizer"),
+    [
+        ("", TOKENIZER),
+        ("qwen3", TOKENIZER),
+        ("llama", TOKENIZER),
+        ("qwen2", QWEN2),
+        ("qwen3", QWEN2),
+        ("llama", QWEN2),
+    ],
+)
+def test_transformers_reads_the_saved_folder_the_same_way(
+    tmp_path: Path, model_type: str, tokenizer: Tokenizer
+) -> None:
     """Also beside the config.json of an exported model, by which AutoTokenizer chooses its class."""
     from transformers import AutoTokenizer
 
-    TOKENIZER.save(tmp_path)
+    tokenizer.save(tmp_path)
     if model_type:
         (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "vocab_size": 400}))
     hub = AutoTokenizer.from_pretrained(str(tmp_path))
+    assert not is_misread(tokenizer, model_type) and not is_misread(load_tokenizer(tmp_path), model_type)
     for text in (
         "State the final answer to the following problem: 15 - -3 =\n<think>",
         "é日本🙂 don 't .",
-        f"{END}{PAD} 3",
+        f"{END}{PAD} 3 <|endoftext|>",
     ):
-        ids = TOKENIZER.encode(text).tolist()
+        ids = tokenizer.encode(text).tolist()
         assert hub(text)["input_ids"] == ids
         assert hub.decode(ids) == text
-        assert hub.decode(ids, skip_special_tokens=True) == TOKENIZER.decode(ids, skip_special=True)
-    assert (hub.eos_token_id, hub.pad_token_id, len(hub)) == (TOKENIZER.end_id, TOKENIZER.pad_id, TOKENIZER.vocab_size)
+        assert hub.decode(ids, skip_special_tokens=True) == tokenizer.decode(ids, skip_special=True)
+    assert (hub.eos_token_id, hub.pad_token_id, len(hub)) == (tokenizer.end_id, tokenizer.pad_id, tokenizer.vocab_size)
     for messages in (MESSAGES, MESSAGES[1:2], MESSAGES[:2]):
         text = hub.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        assert text == TOKENIZER.render_chat(messages)
+        assert text == tokenizer.render_chat(messages)
+
+
+def test_files_that_transformers_would_read_otherwise_are_known(tmp_path: Path) -> None:
+    """Qwen2Tokenizer takes the vocabulary from the file and the cuts from its own code."""
+    from transformers import AutoTokenizer
+
+    text = "State the final answer to the following problem: 15 - -3 ="
+    TOKENIZER.save(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "vocab_size": 400}))
+    assert AutoTokenizer.from_pretrained(str(tmp_path))(text)["input_ids"] != TOKENIZER.encode(text).tolist()
+    assert is_misread(TOKENIZER, "qwen2") and not is_misread(QWEN2, "qwen2")
 
 
 def test_faults_say_what_to_do(tmp_path: Path, saved: Path) -> None:

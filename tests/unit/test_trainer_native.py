@@ -28,6 +28,7 @@ from gyre.models.heads import ScalarHead
 from gyre.objectives.config import GrpoConfig
 from gyre.trainer.native import NativeTrainer
 from gyre.trainer.snapshot import SnapshotStore
+from gyre.vram.pools import StoragePool
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -233,6 +234,16 @@ def test_resume_from_a_snapshot_is_bit_equal(kind, dtype, tmp_path):
     assert_bits_equal(second.snapshot()["tensors"], whole.snapshot()["tensors"])
 
 
+def test_a_snapshot_is_a_copy():
+    """What is written later in another thread, or kept, does not change when training goes on."""
+    trainer = make_trainer("ppo")
+    taken = trainer.snapshot()["tensors"]
+    kept = {name: tensor.clone() for name, tensor in taken.items()}
+    trainer.step_now(make_batch(seed=1))
+    assert_bits_equal(taken, kept)
+    assert any(not torch.equal(taken[name], tensor) for name, tensor in trainer.snapshot()["tensors"].items())
+
+
 def test_snapshots_of_another_run_are_refused():
     taken = make_trainer("grpo").snapshot()
     with pytest.raises(SnapshotError, match="objective 'grpo'"):
@@ -244,7 +255,7 @@ def test_snapshots_of_another_run_are_refused():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tier", ["host", "disk"])
-def test_moving_components_keeps_bits_and_identity(dtype, tier, tmp_path):
+def test_moving_components_keeps_bits_and_identity(dtype, tier, tmp_path, monkeypatch):
     moved = make_trainer("ppo", dtype=dtype, disk_folder=tmp_path, reward_model=reward_model(dtype))
     still = make_trainer("ppo", dtype=dtype, reward_model=reward_model(dtype))
     names = [c.name for c in moved.components() if tier in c.tiers]
@@ -260,7 +271,10 @@ def test_moving_components_keeps_bits_and_identity(dtype, tier, tmp_path):
             usage = moved.measure()[name]
             assert usage.device_bytes == 0
             assert {"host": usage.host_bytes, "disk": usage.disk_bytes}[tier] >= sizes[name] > 0
-        assert_bits_equal(moved.snapshot()["tensors"], still.snapshot()["tensors"])  # even from where they are parked
+        with monkeypatch.context() as patched:
+            patched.setattr(StoragePool, "move", lambda *_: pytest.fail("a snapshot moves nothing"))
+            taken = moved.snapshot()["tensors"]
+            assert_bits_equal(taken, still.snapshot()["tensors"])  # even from where they are parked
         assert all(moved.measure()[name].device_bytes == 0 for name in names)
         moved.move(names, "device")
         assert {name: usage.device_bytes for name, usage in moved.measure().items()} == sizes

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gyre.core.errors import InputError, MemoryBudgetError
 from gyre.core.records import Usage
 from gyre.vram.entries import Budgets, Entry, Ledger, MovePlan
-from gyre.vram.ledger import apply_plan, misfits, plan_moves, plan_phase, settle
+from gyre.vram.ledger import apply_plan, keep_pages, misfits, plan_moves, plan_phase, settle
 from gyre.vram.phases import RING, default_needs, match_name, next_use
 from gyre.vram.refusals import words
 
@@ -28,11 +28,14 @@ def entries(draw, *, max_size: int = 7) -> tuple[Entry, ...]:
     for index in range(count):
         leave = draw(st.sampled_from(KEEPING))
         tiers = ("device", *leave)
+        size, tier, keeps = draw(st.integers(0, 40)), draw(st.sampled_from(tiers)), draw(st.booleans())
         made.append(
             Entry(
                 name=f"c{index}",
-                size_bytes=draw(st.integers(0, 40)),
-                tier=draw(st.sampled_from(tiers)),
+                size_bytes=size,
+                tier=tier,
+                keeps_pages=keeps,
+                kept_bytes=size if keeps and tier == "device" and draw(st.booleans()) else 0,
                 tiers=tiers,
                 phases=tuple(draw(st.sets(st.sampled_from(RING), max_size=4))),
                 leave=leave,
@@ -74,13 +77,19 @@ def replay(ledger: Ledger, plan: MovePlan) -> list[tuple[int, int, int]]:
     """Bytes by tier in the middle and at the end of each move, counted anew and not taken from the plan."""
     where = {entry.name: {entry.tier} for entry in ledger.entries}
     size = {entry.name: entry.size_bytes for entry in ledger.entries}
+    keeps = {entry.name for entry in ledger.entries if entry.keeps_pages}
+    for entry in ledger.entries:
+        if entry.kept_bytes:
+            where[entry.name] = {"device", "host"}
     seen = []
     for move in plan.moves:
-        assert where[move.name] == {move.source}
-        for places in ({move.source, move.target}, {move.target}):
+        assert move.source in where[move.name]
+        stays = move.name in keeps and (move.source, move.target) == ("host", "device")
+        after = {"device", "host"} if stays else {move.target}
+        for places in (where[move.name] | {move.target}, after):
             where[move.name] = places
             totals = {tier: sum(size[n] for n in where if tier in where[n]) for tier in ("device", "host", "disk")}
-            if len(places) == 2 and {move.source, move.target} == {"device", "disk"}:
+            if places != after and {move.source, move.target} == {"device", "disk"}:
                 totals["host"] += min(move.size_bytes, ledger.budgets.staging_bytes)
             seen.append((totals["device"], totals["host"], totals["disk"]))
     return seen
@@ -186,9 +195,37 @@ def test_the_ring_turns_without_losing_anyone(ledger: Ledger, phases: list) -> N
         check_plan(ledger, plan)
         ledger = apply_plan(ledger, plan)
     assert [(e.name, e.size_bytes) for e in ledger.entries] == [(e.name, e.size_bytes) for e in start.entries]
-    assert sum(e.size_bytes for e in ledger.entries if e.tier != "none") == sum(
+    assert sum(e.size_bytes + e.kept_bytes for e in ledger.entries if e.tier != "none") == sum(
         (ledger.usage().device_bytes, ledger.usage().host_bytes, ledger.usage().disk_bytes)
     )
+
+
+@settings(max_examples=120, deadline=None)
+@given(ledger=ledgers(), phases=st.lists(st.sampled_from(RING), min_size=1, max_size=8))
+def test_kept_pages_are_in_nobody_s_way(ledger: Ledger, phases: list) -> None:
+    """With and without them the same moves are made, or the same phase is refused; and they stay in the host budget."""
+
+    def run(marked: bool) -> list:
+        bare = tuple(replace(entry, keeps_pages=False, kept_bytes=0) for entry in ledger.entries)
+        kept = keep_pages(bare, ledger.budgets, allowed=lambda entry: marked)
+        assert not marked or all(entry.keeps_pages == ("host" in entry.leave) for entry in kept) or not fits(bare)
+        at, told = replace(ledger, entries=kept), []
+        for phase in phases:
+            try:
+                plan = plan_phase(at, phase)
+            except MemoryBudgetError:
+                return [*told, "refused"]
+            assert plan.peak_host_bytes <= ledger.budgets.host_bytes
+            at = apply_plan(at, plan)
+            assert all(entry.kept_bytes == 0 or entry.tier == "device" for entry in at.entries)
+            told.append(plan.moves)
+        return told
+
+    def fits(entries: tuple[Entry, ...]) -> bool:
+        parked = sum(entry.size_bytes for entry in entries if "host" in (entry.tier, *entry.leave))
+        return parked + ledger.budgets.staging_bytes <= ledger.budgets.host_bytes
+
+    assert run(True) == run(False)
 
 
 @settings(max_examples=80, deadline=None)

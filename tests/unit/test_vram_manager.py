@@ -85,6 +85,59 @@ def test_on_a_laptop_nothing_moves(tmp_path: Path) -> None:
     assert boundaries[-1]["device_free_bytes"] == (1 << 30) - 96 * KIB
 
 
+def pages(tenant: PoolTenant) -> dict[str, int]:
+    """Address of the host pages of what has some."""
+    return {name: pool._host.bytes.data_ptr() for name, pool in tenant._pools.items() if pool._host is not None}
+
+
+@pytest.mark.parametrize("host_kib", [63, 64, 1000])
+def test_host_pages_stay_between_parks_where_the_budget_has_room_for_all(tmp_path: Path, host_kib: int) -> None:
+    """64 KiB of components may be parked. What is kept is in the account; contents and residues stay the same."""
+    events, owner = Events(), trainer(tmp_path)
+    before = contents([owner])
+    limits = config(host_budget_bytes=host_kib * KIB, residency="phase")
+    manager = manage([owner], limits, events, keep_pages=True)
+    seen: list[dict[str, int]] = []
+    for step in range(4):
+        for phase in RING:
+            manager.enter(phase, step=step)
+        seen.append(pages(owner))
+        row = events.of("memory")[-1]
+        measured = {name: tiers["host"] for name, tiers in row["owners"].items()}
+        assert sum(measured.values()) == manager.ledger.usage().host_bytes <= host_kib * KIB
+        assert set(seen[-1]) == {name for name, held in measured.items() if held}
+    if host_kib < 64:
+        assert all(entry.kept_bytes == 0 and not entry.keeps_pages for entry in manager.ledger.entries)
+    else:
+        assert seen[1] == seen[2] == seen[3] and len(seen[1]) == 4, "the same pages, each time"
+    manager.move(dict.fromkeys(before, "device"))
+    after = contents([owner])
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_kept_pages_are_freed_when_a_newcomer_needs_the_host(tmp_path: Path) -> None:
+    owner, events = trainer(tmp_path), Events()
+    manager = manage([owner], config(host_budget_bytes=70 * KIB, residency="phase"), events, keep_pages=True)
+    for phase in (*RING, "train"):
+        manager.enter(phase)
+    assert any(entry.kept_bytes for entry in manager.ledger.entries)
+    manager.add(PoolTenant([pool("engine.weights", 8, tmp_path)]))
+    assert not any(entry.kept_bytes for entry in manager.ledger.entries)
+    parked = {entry.name for entry in manager.ledger.entries if entry.tier == "host"}
+    assert set(pages(owner)) <= parked
+    for phase in RING:
+        manager.enter(phase)
+
+
+def test_on_a_cpu_no_pages_are_kept(tmp_path: Path) -> None:
+    """Nothing is pinned there, so keeping them would cost memory and save nothing."""
+    owner = trainer(tmp_path)
+    manager = manage([owner], config(residency="phase"), Events())
+    for phase in (*RING, *RING):
+        manager.enter(phase)
+    assert set(pages(owner)) == {entry.name for entry in manager.ledger.entries if entry.tier == "host"}
+
+
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     residency=st.sampled_from(["auto", "spill", "phase"]),

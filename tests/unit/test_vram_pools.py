@@ -78,6 +78,70 @@ def test_contents_survive_any_path(tmp_path: Path, path: list, seed: int) -> Non
     assert tensors["turned"][3, 20] == 5.0
 
 
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(path=st.lists(st.sampled_from(["device", "host", "disk", "keep", "free"]), max_size=10))
+def test_kept_pages_serve_again_and_are_counted(tmp_path: Path, path: list) -> None:
+    """Kept from the host to the device; a stay elsewhere, or the word, frees them. Contents survive all of it."""
+    tensors = make_tensors(3)
+    before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    pool = make_pool(tmp_path, tensors)
+    size, keeps, kept, address = pool.size_bytes, False, False, 0
+    for word in path:
+        if word in ("keep", "free"):
+            keeps = word == "keep"
+            pool.keep_pages(keeps)
+            kept &= keeps
+        else:
+            kept = word == "device" and ((keeps and pool.tier == "host") or (kept and pool.tier == "device"))
+            reused = word == "host" and pool.tier == "device" and held(pool)[1] > 0
+            pool.move(word)
+            if word == "host":
+                assert pool._host is not None
+                assert not reused or pool._host.bytes.data_ptr() == address, "the same pages"
+                address = pool._host.bytes.data_ptr()
+        tier = pool.tier
+        assert held(pool) == (
+            size if tier == "device" else 0,
+            size if tier == "host" or kept else 0,
+            size if tier == "disk" else 0,
+        )
+    pool.move("device")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in tensors.items())
+    pool.close()
+    assert held(pool) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("tier", ["device", "host", "disk"])
+def test_copies_come_from_where_the_bytes_are(tmp_path: Path, tier) -> None:
+    tensors = make_tensors(5)
+    before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    row = tensors["fused"].detach()[3]  # a view that is none of the pool's own tensors
+    pool = make_pool(tmp_path, tensors)
+    pool.move(tier)
+    there = held(pool)
+    copies, inner = pool.copies(tensors), pool.copies({"row": row})
+    assert held(pool) == there and pool.tier == tier, "nothing moved"
+    assert torch.equal(inner["row"], before["fused"][3])
+    for name, copy_ in copies.items():
+        assert (
+            torch.equal(copy_, before[name])
+            and copy_.dtype == before[name].dtype
+            and copy_.stride() == tensors[name].stride()
+        )
+        copy_.detach().numpy() if copy_.dtype != torch.bfloat16 else None  # what a writer does; the pool can still move
+    pool.move("host")
+    pool.move("device")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in tensors.items())
+
+
+def test_destroyed_components_keep_no_pages(tmp_path: Path) -> None:
+    pool = make_pool(tmp_path)
+    pool.keep_pages(True)
+    for tier in ("host", "device", "none"):
+        pool.move(tier)
+    assert held(pool) == (0, 0, 0)
+
+
 def test_optimiser_and_autograd_go_on_after_a_round_trip(tmp_path: Path) -> None:
     """Identity survives: the same run with and without moves between its steps gives the same bits."""
 

@@ -8,10 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gyre.wire.folders import find_model
+
 
 def run_chat(
     target: Path, prompt: str | None, *, max_tokens: int, temperature: float, seed: int, quiet: bool
 ) -> Mapping[str, Any]:
+    model, config = find_model(target, None, [])  # refused before torch is loaded
     from gyre.wire.chat import chat
 
     def write(piece: str) -> None:
@@ -19,7 +22,7 @@ def run_chat(
             print(piece, end="", flush=True)
 
     turns = iter([prompt]) if prompt is not None else _typed()
-    return chat(target, turns, write, max_tokens=max_tokens, temperature=temperature, seed=seed)
+    return chat(model, config, turns, write, max_tokens=max_tokens, temperature=temperature, seed=seed)
 
 
 def _typed():

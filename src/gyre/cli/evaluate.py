@@ -7,13 +7,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gyre.wire.folders import find_model
+
 
 def run_eval(
     target: Path, config: Path | None, overrides: list[str], *, num_problems: int, quiet: bool
 ) -> Mapping[str, Any]:
+    model, settings = find_model(target, config, overrides)  # refused before torch is loaded
     from gyre.wire.commands import evaluate
 
-    result = evaluate(target, config, overrides, num_problems=num_problems)
+    result = evaluate(model, settings, num_problems=num_problems)
     if not quiet:
         print(f"{result['metric']} {result['value']:.1%} on {result['n']} held-out problems", file=sys.stderr)
         for name, value in result["detail"].items():

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gyre.core.errors import ConfigError
+from gyre.wire.order import read_order
 
 STAGES = ("all", "cold_start", "main")
 
@@ -30,11 +31,12 @@ def run_train(
         )
     if resume is not None and (overrides or stage != "all"):
         raise ConfigError("--resume goes on with the run as it was", hint="leave out --set and --stage")
+    read_order(config, overrides, resume=resume, stage=stage, check_goal=check_goal)  # refused before torch is loaded
     from gyre.wire.commands import train
 
     result = train(config, overrides, resume=resume, stage=stage, plain=plain)
     goal = result.get("goal")
     if goal is not None and not quiet:
         print(goal["verdict"], file=sys.stderr)
-    missed = check_goal and (goal is None or not goal["reached"])
+    missed = check_goal and (goal is None or not goal["reached"])  # what nobody judges was refused above
     return {**result, "goal_missed": True} if missed else result

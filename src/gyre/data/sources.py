@@ -122,18 +122,16 @@ def report_loaded(
     **dropped: int,
 ) -> None:
     """Emit what was kept and dropped; refuse a half that should not be empty."""
-    emit(
-        "data.loaded",
-        source=source_name(config),
-        train=len(train),
-        held_out=len(held_out),
-        dropped={
-            "duplicate": split.num_duplicates,
-            "in_held_out": split.num_overlapping,
-            "overlong": overlong.num_dropped,
-            **dropped,
-        },
-    )
+    reasons = {
+        "duplicate": split.num_duplicates,
+        "in_held_out": split.num_overlapping,
+        "overlong": overlong.num_dropped,
+        **dropped,
+    }
+    source = source_name(config)
+    emit("data.loaded", source=source, train=len(train), held_out=len(held_out), dropped=reasons)
+    if count := sum(reasons.values()):
+        emit("drop.rows", source=source, count=count, **{reason: n for reason, n in reasons.items() if n})
     wants_held_out = config.held_out_fraction > 0 or config.held_out_path or config.held_out_split
     for half, records in (("train", train), ("held-out", held_out)):
         if not records and (half == "train" or wants_held_out):

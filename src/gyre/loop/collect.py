@@ -60,11 +60,12 @@ def open_groups(prompts: Sequence[Prompt], *, run_seed: int, step: int) -> list[
     ]
 
 
-def requests_for(group: InFlight, sampling: Sampling, *, cap: int) -> list[Asked]:
+def requests_for(group: InFlight, sampling: Sampling, *, cap: int, tenant_salt: str = "") -> list[Asked]:
     """What to ask for: without a cap, a whole group in one request, whose completions share the prompt's work.
 
     `cap` bounds the tokens that a completion may take in this step (0 does not). With it each completion is a request
-    of its own from the start, so that its draws are the same however often it is set aside.
+    of its own from the start, so that its draws are the same however often it is set aside. Requests of one
+    `tenant_salt` share cached beginnings.
     """
     if not cap and not group.rollouts and not group.partials:
         request = Request(
@@ -73,12 +74,14 @@ def requests_for(group: InFlight, sampling: Sampling, *, cap: int) -> list[Asked
             sampling=sampling,
             seed=group.seed,
             chunk_tokens=0,
+            tenant_salt=tenant_salt,
         )
         return [Asked(group=group, request=request, samples=tuple(range(sampling.n)))]
-    return [_ask_one(group, sample, sampling, cap) for sample in range(sampling.n) if sample not in group.rollouts]
+    open_samples = [sample for sample in range(sampling.n) if sample not in group.rollouts]
+    return [_ask_one(group, sample, sampling, cap, tenant_salt) for sample in open_samples]
 
 
-def _ask_one(group: InFlight, sample: int, sampling: Sampling, cap: int) -> Asked:
+def _ask_one(group: InFlight, sample: int, sampling: Sampling, cap: int, tenant_salt: str) -> Asked:
     begun = group.partials.get(sample)
     taken = 0 if begun is None else len(begun.tokens)
     request = Request(
@@ -87,6 +90,7 @@ def _ask_one(group: InFlight, sample: int, sampling: Sampling, cap: int) -> Aske
         sampling=replace(sampling, n=1, max_tokens=min(sampling.max_tokens, taken + (cap or sampling.max_tokens))),
         seed=derive_seed(group.seed, sample),
         chunk_tokens=0,
+        tenant_salt=tenant_salt,
         partials=() if begun is None else (replace(begun, index=0),),
     )
     return Asked(group=group, request=request, samples=(sample,))
@@ -105,8 +109,11 @@ class Collector:
         cap: int,
         deadline_s: float,
         emit: Emit,
+        tenant_salt: str = "",
     ) -> None:
-        """`cap`: tokens that a completion may take in this step, 0 for all it wants."""
+        """`cap`: tokens that a completion may take in this step, 0 for all it wants. `tenant_salt`: who shares cached
+        beginnings with whom."""
+        self._tenant_salt = tenant_salt
         if sampling.shapes_logits:
             raise ConfigError(
                 "rollouts with penalties, logit_bias or min_tokens: the trainer cannot compute their log-probs again",
@@ -120,7 +127,8 @@ class Collector:
 
         However it ends, no task and no request of it is left. DeadlineError names the requests that had not ended.
         """
-        asked = [one for group in groups for one in requests_for(group, self._sampling, cap=self._cap)]
+        sampling, cap, salt = self._sampling, self._cap, self._tenant_salt
+        asked = [one for group in groups for one in requests_for(group, sampling, cap=cap, tenant_salt=salt)]
         streams = [self._engine.submit(one.request) for one in asked]  # no await between: they enter together
         tasks = [asyncio.create_task(self._listen(one, s)) for one, s in zip(asked, streams, strict=True)]
         try:

@@ -18,6 +18,11 @@ from gyre.loop.config import EvalConfig, RolloutConfig
 from gyre.loop.ports import Emit, TextPort
 from gyre.loop.scoring import Scoring
 
+# A run that was resumed after an evaluation has not made it. Under a salt of their own, what evaluations leave in the
+# engine's prefix cache is never found by rollouts, and being older it is given up before anything of theirs: so the
+# rollouts that follow meet the same beginnings, in both runs.
+EVALUATION = "evaluation"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
@@ -62,6 +67,7 @@ class Rollouts:
                 cap=0,
                 deadline_s=self._rollout.deadline_s,
                 emit=self._emit,
+                tenant_salt=EVALUATION,
             )
             await collector.run(groups)
             keep_scores(groups, await scoring.finish())

@@ -13,6 +13,7 @@ from gyre.observe.report_story import Story, Told, spread
 
 MAX_SPANS = 30_000
 MAX_COLUMNS = 400  # of seconds per step
+MAX_WHOLE_OVER_PEAK = 4  # the whole device is drawn while what is used is at least a quarter of it
 MAX_MEMORY_POINTS = 2400
 
 Span = tuple[str, int, float, float, float, str]  # phase, depth, start s, seconds, x (step) or -1, stage
@@ -159,7 +160,6 @@ def memory(story: Story) -> dict[str, Any] | None:
             "of each tier among them."
         )
     owners = list(dict.fromkeys(owner for told in rows for owner in told.row.get("owners") or {}))
-    frees = [as_number(told.row.get("device_free_bytes")) for told in shown]
     return {
         "owners": sorted(owners, key=lambda owner: (owner.split(".")[0] != "engine", owner)),
         "phase": [str(told.row.get("phase", "")) for told in shown],
@@ -170,9 +170,27 @@ def memory(story: Story) -> dict[str, Any] | None:
             tier: {owner: [owner_bytes(told, owner, tier) for told in shown] for owner in owners}
             for tier in ("device", "host", "disk")
         },
-        "free": frees if any(free is not None for free in frees) else None,
+        "whole": whole_device(shown, on_cpu=_is_on_cpu(story)),
         "notes": notes,
     }
+
+
+def whole_device(rows: Sequence[Told], *, on_cpu: bool) -> dict[str, Any] | None:
+    """Return all that components could hold on the device: a caption, and a line over the chart where that doesn't make
+    what is used of it too small to read. On a CPU it is the budget."""
+    used = [tier_bytes(told, "device") for told in rows]
+    frees = [as_number(told.row.get("device_free_bytes")) for told in rows]
+    totals = [None if free is None else free + held for free, held in zip(frees, used, strict=True)]
+    most = max((total for total in totals if total is not None), default=0)
+    if not most:
+        return None
+    readable = most <= MAX_WHOLE_OVER_PEAK * max(used)
+    name = "the budget on this CPU" if on_cpu else "all that the device has"
+    return {"bytes": most, "name": name, "line": totals if readable else None}
+
+
+def _is_on_cpu(story: Story) -> bool:
+    return any(str(told.row.get("device", "")).startswith("cpu") for told in story.of_kind("run.started"))
 
 
 def owner_bytes(told: Told, owner: str, tier: str) -> int:

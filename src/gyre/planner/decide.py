@@ -183,7 +183,8 @@ def _try(inputs: PlanInputs, base: _Base, residency: Residency, tokens: int, *, 
     pages = _kv_pages(inputs, base, residency, working["rollout"], whole=whole_kv)
     components = predict_components(inputs, dtype=base.dtype, page_tokens=base.page_tokens, kv_pages=pages)
     order: tuple[Phase, ...] = RING if inputs.online else ("score", "train", "evaluate")
-    phases = walk_ring(components, working, base.budgets, residency, order)
+    cuda = base.device == "cuda"
+    phases = walk_ring(components, working, base.budgets, residency, order, keeps_pages=cuda)
     return _Trial(
         residency=residency,
         tokens_per_chunk=tokens,

@@ -12,7 +12,7 @@ from gyre.core.records import Phase, Tier
 from gyre.planner.plan import ComponentPlan, PhasePlan
 from gyre.vram.config import Residency
 from gyre.vram.entries import Budgets, Entry, Ledger, MovePlan
-from gyre.vram.ledger import apply_plan, plan_phase
+from gyre.vram.ledger import apply_plan, keep_pages, plan_phase
 from gyre.vram.phases import Need, default_needs, match_name
 from gyre.vram.refusals import words
 
@@ -23,9 +23,13 @@ def walk_ring(
     budgets: Budgets,
     residency: Residency,
     order: Sequence[Phase],
+    *,
+    keeps_pages: bool,
 ) -> tuple[PhasePlan, ...]:
-    """Two rounds; the second is the steady one."""
+    """Two rounds; the second is the steady one. `keeps_pages`: as the memory manager does on a GPU."""
     entries = place_at_start(components, budgets)
+    if keeps_pages:
+        entries = keep_pages(entries, budgets, allowed=lambda entry: not entry.name.startswith("engine."))
     ledger = Ledger(entries=entries, budgets=budgets, residency=residency, working=working)
     rounds: list[PhasePlan] = []
     for phase in (*order, *order):
@@ -75,7 +79,8 @@ def _entry(component: ComponentPlan, tier: Tier, need: Need | None) -> Entry:
 
 def _phase_plan(phase: Phase, ledger: Ledger, plan: MovePlan) -> PhasePlan:
     def held(tier: Tier) -> dict[str, int]:
-        return {entry.name: entry.size_bytes for entry in ledger.entries if entry.tier == tier}
+        there = [entry for entry in ledger.entries if entry.tier == tier or entry.bytes_on(tier)]
+        return {entry.name: entry.bytes_on(tier) for entry in there}
 
     return PhasePlan(
         phase=phase,

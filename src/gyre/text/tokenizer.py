@@ -12,11 +12,11 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
 from gyre.core.errors import InputError
 from gyre.text.hub import hub_chat, load_hub_tokenizer, read_json
@@ -32,6 +32,15 @@ PLAIN_TEMPLATE = (
     "{%- else -%}{{- message['content'] + '\\n' -}}{%- endif -%}"
     "{%- endfor -%}"
 )
+
+# How Qwen2 cuts text. transformers ≥ 5 reads any tokenizer.json beside a config.json of model_type "qwen2" as a
+# Qwen2Tokenizer, which takes vocabulary and merges from the file, but normaliser and cuts from its own code: whatever
+# else the file says is ignored. So a tokenizer for that family is made with these, and all readers agree.
+QWEN2_CUTS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+Style = Literal["clauses", "qwen2"]
 
 # A digit; the minus sign of a number (one between spaces is an operator and may merge with them); and what stands
 # between the letters of a spelled-out word, so that each of them is one token.
@@ -135,11 +144,17 @@ def plain_chat(messages: Sequence[Mapping[str, str]]) -> str:
 
 
 def train_tokenizer(
-    texts: Iterable[str], *, vocab_size: int, special: Sequence[str] = SPECIAL, min_share: float = 0.1
+    texts: Iterable[str],
+    *,
+    vocab_size: int,
+    special: Sequence[str] = SPECIAL,
+    min_share: float = 0.1,
+    style: Style = "clauses",
 ) -> Tokenizer:
     """Train ours on rendered prompts and responses. A pure function of its arguments.
 
     `special` holds PAD and END; their ids are 0, 1, … in order. A merge needs `min_share` occurrences per text.
+    Style "qwen2" cuts text into words as that family's readers do; see QWEN2_CUTS.
     """
     assert PAD in special and END in special and len(set(special)) == len(special)
     smallest = len(special) + 256
@@ -152,14 +167,7 @@ def train_tokenizer(
     texts = list(texts)
     if not texts:
         raise InputError("no text to train a tokenizer on", hint="check data.num_problems or the data file")
-    backend = tokenizers.Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(_ISOLATED), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    backend.decoder = decoders.ByteLevel()
+    backend = _bare_backend(style)
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=max(2, round(min_share * len(texts))),
@@ -170,6 +178,14 @@ def train_tokenizer(
     # The trainer would merge across special tokens spelled in the text, and the encoder never sees such pieces.
     backend.train_from_iterator((piece for text in texts for piece in splitter.split(text)), trainer)
     return _own_tokenizer(_unmark_tags(backend))
+
+
+def is_misread(tokenizer: Tokenizer, family: str) -> bool:
+    """Whether transformers would give other ids for these files beside a model of that family."""
+    if family != "qwen2":
+        return False
+    mine, theirs = (json.loads(backend.to_str()) for backend in (tokenizer.backend, _bare_backend("qwen2")))
+    return any(mine[part] != theirs[part] for part in ("normalizer", "pre_tokenizer"))
 
 
 def load_tokenizer(folder_or_name: str | Path) -> Tokenizer:
@@ -214,6 +230,22 @@ def _hub_tokenizer(folder_or_name: str) -> Tokenizer:
     )
 
 
+def _bare_backend(style: Style) -> tokenizers.Tokenizer:
+    """How text is cut before merges, with no vocabulary yet."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    if style == "qwen2":
+        backend.normalizer = normalizers.NFC()
+    cuts = Regex(_ISOLATED if style == "clauses" else QWEN2_CUTS)
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(cuts, "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
 def _own_tokenizer(backend: tokenizers.Tokenizer) -> Tokenizer:
     end_id, pad_id = backend.token_to_id(END), backend.token_to_id(PAD)
     assert end_id is not None and pad_id is not None
@@ -225,6 +257,7 @@ def _own_config(tokenizer: Tokenizer) -> dict[str, Any]:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "pad_token": PAD,
         "eos_token": END,
+        "unk_token": None,  # bytes leave nothing unknown; Qwen2Tokenizer would add one of its own
         "clean_up_tokenization_spaces": False,
         "model_max_length": int(1e9),
         "chat_template": tokenizer.chat_template,

@@ -119,12 +119,11 @@ class NativeTrainer:
         return manifest, tensors
 
     def snapshot(self) -> Mapping[str, Any]:
-        """Return {"tensors": by name, "state": JSON-able}. Tensors on the device are borrowed until the next step; a
-        parked component visits the device, one at a time, and is copied."""
+        """Return {"tensors": by name, "state": JSON-able}. Tensors are copies on the CPU, taken from the tier where
+        each component is: a snapshot moves nothing and needs no room on the device."""
         tensors: dict[str, Tensor] = {}
         for component, parts in self._state_tensors().items():
-            with self._tenancy.on_device(component) as was_parked:
-                tensors |= {name: part.to("cpu", copy=True) for name, part in parts.items()} if was_parked else parts
+            tensors |= self._tenancy.copies(component, parts)
         state = {
             "objective": self._objective.kind,
             "version": self._version,
@@ -161,6 +160,9 @@ class NativeTrainer:
 
     def measure(self) -> Mapping[str, Usage]:
         return self._tenancy.measure()
+
+    def keep_pages(self, keep: bool) -> None:
+        self._tenancy.keep_pages(keep)
 
     # Training, on the compute thread ---------------------------------------------------------------------------------
 

@@ -49,13 +49,13 @@ class Tenancy(PoolTenant):
             self.move([name], "device")
 
     @contextlib.contextmanager
-    def on_device(self, name: str) -> Iterator[bool]:
-        """Bring a component to the device for a while. Yields whether it was elsewhere."""
+    def on_device(self, name: str) -> Iterator[None]:
+        """Bring a component to the device for a while."""
         tier = self.tiers()[name]
         if tier != "device":
             self.move([name], "device")
         try:
-            yield tier != "device"
+            yield
         finally:
             if tier != "device":
                 self.move([name], tier)

@@ -6,7 +6,7 @@ In: nothing. Out: frozen records. Callers: `vram.ledger`, `vram.refusals`, `vram
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gyre.core.errors import InputError
 from gyre.core.records import Phase, Tier, Usage
@@ -26,6 +26,17 @@ class Entry:
     phases: tuple[Phase, ...]  # that need it on the device
     leave: tuple[Tier, ...] = ()  # where it goes when it must leave, best first; empty: it cannot leave
     wake: int = 0  # smaller comes back earlier
+    keeps_pages: bool = False  # its host pages stay when it comes back from them, so that parking it again pins nothing
+    kept_bytes: int = 0  # of host pages that it holds so, while it is on the device
+
+    def moved(self, target: Tier) -> Entry:
+        """The entry after a move. Pages are kept only between the host and the device."""
+        keeps = self.keeps_pages and self.tier == "host" and target == "device"
+        return replace(self, tier=target, kept_bytes=self.size_bytes if keeps else 0)
+
+    def bytes_on(self, tier: Tier) -> int:
+        kept = self.kept_bytes if tier == "host" else 0
+        return self.size_bytes if tier == self.tier else kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +63,7 @@ class Ledger:
 
     def usage(self) -> Usage:
         def total(tier: Tier) -> int:
-            return sum(entry.size_bytes for entry in self.entries if entry.tier == tier)
+            return sum(entry.bytes_on(tier) for entry in self.entries)
 
         return Usage(device_bytes=total("device"), host_bytes=total("host"), disk_bytes=total("disk"))
 

@@ -9,7 +9,7 @@ earlier only when none out is possible (a full host that must first give somethi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gyre.core.errors import InputError
@@ -58,8 +58,16 @@ def check_transition(entry: Entry, tier: Tier) -> None:
 
 def apply_plan(ledger: Ledger, plan: MovePlan) -> Ledger:
     """The ledger after the plan."""
-    target = {move.name: move.target for move in plan.moves}
-    return replace(ledger, entries=tuple(replace(e, tier=target.get(e.name, e.tier)) for e in ledger.entries))
+    target: dict[str, Tier] = {move.name: move.target for move in plan.moves}
+    return replace(ledger, entries=tuple(e.moved(target[e.name]) if e.name in target else e for e in ledger.entries))
+
+
+def keep_pages(entries: Sequence[Entry], budgets: Budgets, *, allowed: Callable[[Entry], bool]) -> tuple[Entry, ...]:
+    """Say which components keep their host pages between two stays there: all that `allowed` names, if the host budget
+    has room for everything that may ever be parked, all at once; otherwise none. So kept pages are in nobody's way."""
+    parked = [entry for entry in entries if "host" in (entry.tier, *entry.leave)]
+    keeps = _total(parked) + budgets.staging_bytes <= budgets.host_bytes
+    return tuple(replace(entry, keeps_pages=keeps and entry in parked and allowed(entry)) for entry in entries)
 
 
 def misfits(ledger: Ledger, measured: Mapping[str, Usage], *, tolerance_bytes: int) -> list[str]:
@@ -67,8 +75,13 @@ def misfits(ledger: Ledger, measured: Mapping[str, Usage], *, tolerance_bytes: i
     wrong: list[tuple[int, str]] = []
     for entry in ledger.entries:
         usage = measured.get(entry.name, Usage(device_bytes=0, host_bytes=0, disk_bytes=0))
-        for tier, got in (("device", usage.device_bytes), ("host", usage.host_bytes), ("disk", usage.disk_bytes)):
-            due = entry.size_bytes if tier == entry.tier else 0
+        found: tuple[tuple[Tier, int], ...] = (
+            ("device", usage.device_bytes),
+            ("host", usage.host_bytes),
+            ("disk", usage.disk_bytes),
+        )
+        for tier, got in found:
+            due = entry.bytes_on(tier)
             if abs(got - due) > tolerance_bytes:
                 wrong.append((abs(got - due), refusals.misfit(entry, tier, got=got, due=due)))
     return [text for _, text in sorted(wrong, key=lambda item: -item[0])]
@@ -131,6 +144,8 @@ class _Task:
     ins: tuple[_In, ...]  # by wake
     working_bytes: int
 
+
+TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 
 _Step = tuple[Move, Point, Point]  # a move, its middle, its end
 
@@ -204,8 +219,11 @@ def _next_in(budgets: Budgets, point: Point, ins: Sequence[_In]) -> _Step | None
 def _try(budgets: Budgets, point: Point, entry: Entry, target: Tier, reason: str) -> _Step | None:
     """The move with its middle and end, if both fit."""
     move = Move(name=entry.name, source=entry.tier, target=target, size_bytes=entry.size_bytes, reason=reason)
-    middle = _shift(point, f"{entry.name}: {entry.tier} and {target}", {target: entry.size_bytes})
-    end = _shift(middle, f"{entry.name}: {target}", {entry.tier: -entry.size_bytes})
+    after = entry.moved(target)
+    grows: dict[Tier, int] = {tier: max(0, after.bytes_on(tier) - entry.bytes_on(tier)) for tier in TIERS}
+    shrinks: dict[Tier, int] = {tier: min(0, after.bytes_on(tier) - entry.bytes_on(tier)) for tier in TIERS}
+    middle = _shift(point, f"{entry.name}: {entry.tier} and {target}", grows)
+    end = _shift(middle, f"{entry.name}: {target}", shrinks)
     if {entry.tier, target} == {"device", "disk"}:
         middle = _shift(middle, middle.label, {"host": min(entry.size_bytes, budgets.staging_bytes)})
     return (move, middle, end) if _fits(budgets, middle) and _fits(budgets, end) else None

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -21,10 +22,17 @@ from gyre.core.records import Component, Phase, Tier, Usage
 from gyre.vram import probe, refusals
 from gyre.vram.config import MemoryConfig
 from gyre.vram.entries import STAGING_BYTES, Budgets, Entry, Ledger, MovePlan
-from gyre.vram.ledger import apply_plan, misfits, plan_moves, plan_phase, settle
+from gyre.vram.ledger import apply_plan, keep_pages, misfits, plan_moves, plan_phase, settle
 from gyre.vram.phases import Need, leave_tiers, match_name
 
 POLL_S = 0.05  # between two looks at memory that is on its way back
+
+
+@runtime_checkable
+class KeepsPages(Protocol):
+    """A MemoryTenant that can keep the host pages of a component while it is on the device."""
+
+    def keep_pages(self, keep: bool) -> None: ...
 
 
 class MemoryManager:
@@ -39,7 +47,11 @@ class MemoryManager:
         *,
         needs: Mapping[str, Need],
         working: Mapping[Phase, int] | None = None,
+        keep_pages: bool | None = None,
     ) -> None:
+        """`keep_pages`: host pages stay between two stays of a component there, where the host budget has room for all
+        of them; left open, on a GPU, where pinning them anew costs more than the copy."""
+        self._keep_pages = device.type == "cuda" if keep_pages is None else keep_pages
         self._tenants = list(tenants)
         self._config, self._device, self._emit, self._needs = config, device, emit, dict(needs)
         self._working = dict(working or {})
@@ -109,8 +121,24 @@ class MemoryManager:
                 assert component.name not in self._home, f"two owners of {component.name}"
                 self._home[component.name] = tenant
                 entries.append(self._entry(component))
+        if self._keep_pages:
+            entries = self._with_kept_pages(entries)
         residency = "spill" if self._config.residency == "auto" else self._config.residency
         return Ledger(entries=tuple(entries), budgets=self._budgets, residency=residency, working=self._working)
+
+    def _with_kept_pages(self, entries: Sequence[Entry]) -> list[Entry]:
+        """Decide who keeps host pages, tell the owners, and count what they keep."""
+        able = [tenant for tenant in self._tenants if isinstance(tenant, KeepsPages)]
+        marked = keep_pages(entries, self._budgets, allowed=lambda entry: self._home[entry.name] in able)
+        for tenant in able:
+            tenant.keep_pages(any(entry.keeps_pages for entry in marked if self._home[entry.name] is tenant))
+        held = self._measure()
+        return [
+            replace(entry, kept_bytes=min(entry.size_bytes, held[entry.name].host_bytes))
+            if entry.keeps_pages and entry.tier == "device"
+            else entry
+            for entry in marked
+        ]
 
     def _entry(self, component: Component) -> Entry:
         need = match_name(self._needs, component.name)

@@ -46,7 +46,8 @@ class StoragePool:
         self._sharers = _group_by_storage(name, tensors, device)
         self._storages = [sharers[0].untyped_storage() for sharers in self._sharers]
         self._sizes = [storage.nbytes() for storage in self._storages]
-        self._host: HostBuffer | None = None
+        self._host: HostBuffer | None = None  # on the device too while pages are kept
+        self._keeps_pages = False
         self._watched: list[weakref.ref] = []  # pages of every host buffer ever made here and not known to be dead
         self._file = DiskFile(folder, name) if folder is not None else None
         if self._file is not None:
@@ -81,8 +82,28 @@ class StoragePool:
         {"device": self._to_device, "host": self._to_host, "disk": self._to_disk, "none": lambda: None}[tier]()
         left, self.tier = self.tier, tier
         self._let_go(left)
+        self._settle_pages()
         if left == "none" and self._refill is not None:
             self._refill()
+
+    def copies(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """CPU copies of tensors that lie in the component's storages, read where the bytes are, without a move."""
+        assert self.tier != "none", f"{self.name} has no contents"
+        if self.tier == "disk":
+            assert self._file is not None
+            segments = [torch.empty(size, dtype=torch.uint8) for size in self._sizes]
+            self._file.read(segments)
+        else:
+            there = self._device_segments() if self.tier == "device" else self._host_segments()
+            segments = [segment.to("cpu", copy=True) for segment in there]
+        place = {storage._cdata: index for index, storage in enumerate(self._storages)}
+        return {name: _lay_out(t, segments[place[t.untyped_storage()._cdata]]) for name, t in tensors.items()}
+
+    def keep_pages(self, keep: bool) -> None:
+        """Whether host pages stay, pinned, when the component comes back from them to the device: pinning them anew
+        takes longer than the copy. Without it those that are there are freed."""
+        self._keeps_pages = keep
+        self._settle_pages()
 
     def _check_move(self, tier: Tier) -> None:
         if tier not in self.tiers:
@@ -124,8 +145,9 @@ class StoragePool:
     def _to_host(self) -> None:
         if self.size_bytes == 0:
             return
-        self._host = HostBuffer(self.size_bytes, pin=self.device.type == "cuda", owner=f"component {self.name}")
-        self._watched.append(self._host.watch())
+        if self._host is None:
+            self._host = HostBuffer(self.size_bytes, pin=self.device.type == "cuda", owner=f"component {self.name}")
+            self._watched.append(self._host.watch())
         try:
             if self.tier == "disk":
                 assert self._file is not None
@@ -143,11 +165,13 @@ class StoragePool:
     def _let_go(self, tier: Tier) -> None:
         if tier == "device":
             self._free_device()
-        elif tier == "host":
-            self._host = None
         elif tier == "disk":
             assert self._file is not None
             self._file.remove()
+
+    def _settle_pages(self) -> None:
+        if not (self.tier == "host" or (self.tier == "device" and self._keeps_pages)):
+            self._host = None
 
     def _free_device(self) -> None:
         for storage in self._storages:
@@ -195,6 +219,13 @@ class StoragePool:
         """Forget the contents wherever they are, and the file."""
         self._let_go(self.tier)
         self.tier = "none"
+        self._settle_pages()
+
+
+def _lay_out(like: Tensor, segment: Tensor) -> Tensor:
+    """A tensor over the segment's bytes, shaped as `like` is over its own storage."""
+    bare = torch.empty(0, dtype=like.dtype)
+    return bare.set_(segment.untyped_storage(), like.storage_offset(), like.size(), like.stride())  # pyright: ignore
 
 
 def _group_by_storage(name: str, tensors: Mapping[str, Tensor], device: torch.device) -> list[list[Tensor]]:
@@ -224,6 +255,10 @@ class PoolTenant:
         """Forget a component and its bytes."""
         self._pools.pop(name).close()
 
+    def copies(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """See StoragePool.copies."""
+        return self._pools[name].copies(tensors)
+
     def components(self) -> Sequence[Component]:
         return [pool.component() for pool in self._pools.values()]
 
@@ -233,6 +268,11 @@ class PoolTenant:
                 raise InputError(f"no component '{name}' (accepted: {', '.join(self._pools)})")
         for name in names:
             self._pools[name].move(tier)
+
+    def keep_pages(self, keep: bool) -> None:
+        """Whether components that come back from the host keep their pages there. See StoragePool.keep_pages."""
+        for pool in self._pools.values():
+            pool.keep_pages(keep)
 
     def measure(self) -> Mapping[str, Usage]:
         return {name: pool.measure() for name, pool in self._pools.items()}

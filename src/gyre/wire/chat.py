@@ -1,4 +1,4 @@
-"""Chat: a conversation with a model. In: a run or model folder, turns as they are typed. Out: words as they are chosen.
+"""Chat: a conversation with a model. In: a model folder, turns as they are typed. Out: words as they are chosen.
 
 Caller: cli.chat.
 """
@@ -17,16 +17,23 @@ from gyre.engine.native import NativeEngine
 from gyre.runconfig import RunConfig
 from gyre.text.detokenise import Detokeniser
 from gyre.text.render import render_prompt
-from gyre.wire.folders import find_model
 from gyre.wire.make import Emit, Policy, load_policy, make_engine, make_machine
 
 Write = Callable[[str], None]
 
 
-def chat(target: Path, turns: Iterator[str], write: Write, *, max_tokens: int, temperature: float, seed: int) -> Any:
+def chat(
+    model: Path,
+    config: RunConfig,
+    turns: Iterator[str],
+    write: Write,
+    *,
+    max_tokens: int,
+    temperature: float,
+    seed: int,
+) -> Any:
     """Answer each turn; "/new" begins again. `max_tokens` 0 lets an answer fill the context. EngineRefused when a
     conversation has outgrown it."""
-    model, config = find_model(target, None, [])
     machine = make_machine(config)
     policy = load_policy(model, machine)
     emit: Emit = lambda kind, **fields: None  # noqa: E731  a chat keeps no log

@@ -1,4 +1,4 @@
-"""Commands: what each command of the command line does, as a function. In: paths, overrides. Out: a JSON-able result.
+"""Commands: what each command of the command line does, as a function. In: configs, paths. Out: a JSON-able result.
 
 Callers: cli.
 """
@@ -16,8 +16,8 @@ from gyre.core.errors import SnapshotError
 from gyre.data.sources import load_prompts
 from gyre.loop.evaluate import Outcome
 from gyre.planner.explain import explain
-from gyre.runconfig import load_run_config
-from gyre.wire.folders import find_model, make_run_folder, read_overrides
+from gyre.runconfig import RunConfig
+from gyre.wire.folders import make_run_folder
 from gyre.wire.make import (
     Emit,
     dtype_name,
@@ -29,8 +29,9 @@ from gyre.wire.make import (
     make_scorer,
     make_tokenizer,
 )
+from gyre.wire.order import read_order
 from gyre.wire.run import Run
-from gyre.wire.stages import load_stage_data, plan_run, plan_stages
+from gyre.wire.stages import load_stage_data, plan_run, plan_stages, take_held_out
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -39,14 +40,12 @@ def train(
     config_path: Path | None, overrides: list[str], *, resume: Path | None, stage: str, plain: bool
 ) -> dict[str, Any]:
     """Make a run folder (or go on with one), run the stages, export, report."""
-    if resume is not None:
-        folder, overrides = resume, read_overrides(resume)
-        config = load_run_config(folder / "config.toml", overrides)
-    else:
+    order = read_order(config_path, overrides, resume=resume, stage=stage)
+    folder = order.resume
+    if folder is None:
         assert config_path is not None
-        config = load_run_config(config_path, overrides)
-        folder = make_run_folder(config, config_path, overrides, stage)
-    run = Run(config, folder, stage=(folder / "stage.txt").read_text().strip(), plain=plain)
+        folder = make_run_folder(order.config, config_path, overrides, stage)
+    run = Run(order.config, folder, stage=order.stage, plain=plain)
     try:
         return asyncio.run(run.go())
     except KeyboardInterrupt:
@@ -62,15 +61,16 @@ def train(
         run.close()
 
 
-def evaluate(target: Path, config_path: Path | None, overrides: list[str], *, num_problems: int) -> dict[str, Any]:
-    """Accuracy of a run's export, or of a model folder, on a config's held-out problems."""
-    model, config = find_model(target, config_path, overrides)
+def evaluate(model: Path, config: RunConfig, *, num_problems: int) -> dict[str, Any]:
+    """Accuracy of a model folder on a config's held-out problems."""
     machine = make_machine(config)
     events: list[str] = []
     emit: Emit = lambda kind, **fields: events.append(kind)  # noqa: E731
     policy = load_policy(model, machine)
-    prompts = load_prompts(config.data, policy.tokenizer, emit=emit).held_out
-    prompts = prompts[: num_problems or config.eval.num_problems or len(prompts)]
+    found = load_prompts(config.data, policy.tokenizer, emit=emit)
+    key = "--problems" if num_problems else "eval.num_problems"
+    num = num_problems or config.eval.num_problems or max(1, len(found.held_out))
+    prompts = take_held_out(found.held_out, num, found.source, key)
 
     async def go() -> Outcome:
         engine = make_engine(config.engine, policy, machine, emit)
@@ -88,9 +88,8 @@ def evaluate(target: Path, config_path: Path | None, overrides: list[str], *, nu
     return {"metric": outcome.metric, "value": outcome.value, "n": outcome.n, "detail": outcome.detail}
 
 
-def plan(config_path: Path, overrides: list[str]) -> dict[str, Any]:
+def plan(config: RunConfig) -> dict[str, Any]:
     """Sizes, batch numbers and memory of each stage, as text and as JSON. Starts nothing; reads data and tokenizer."""
-    config = load_run_config(config_path, overrides)
     machine = make_machine(config)
     machine.compute.shutdown()
     emit: Emit = lambda kind, **fields: None  # noqa: E731  a plan keeps no log

@@ -1,7 +1,7 @@
 """Folders: what lies in a run folder, and which model a command means. In: paths. Out: paths and the config of a run.
 
 config.toml is as given; overrides.txt holds what the command line changed; stage.txt which stages were asked for.
-Callers: wire.commands.
+Torch-free. Callers: cli, wire.order, wire.commands, wire.run.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ def hold(folder: Path) -> int | None:
 
 
 def read_overrides(folder: Path) -> list[str]:
-    if not (folder / "config.toml").is_file():
-        raise SnapshotError(f"{folder} is no run folder: it has no config.toml", hint="give a folder under runs/")
+    for name in ("config.toml", "overrides.txt", "stage.txt"):
+        if not (folder / name).is_file():
+            raise SnapshotError(f"{folder} is no run folder: it has no {name}", hint="give a folder under runs/")
     return (folder / "overrides.txt").read_text(encoding="utf-8").splitlines()
 
 

@@ -95,7 +95,9 @@ def make_tokenizer(config: RunConfig, kept: Path, emit: Emit) -> Tokenizer:
     else:
         data = config.cold_start_data or config.data
         texts = tokenizer_texts(data, num_texts=config.tokenizer.num_texts, emit=emit)
-        tokenizer = train_tokenizer(texts, vocab_size=config.tokenizer.vocab_size, min_share=config.tokenizer.min_share)
+        shape, wanted = config.model.shape, config.tokenizer
+        style = "qwen2" if shape is not None and shape.family == "qwen2" else "clauses"
+        tokenizer = train_tokenizer(texts, vocab_size=wanted.vocab_size, min_share=wanted.min_share, style=style)
     aside = kept.with_name(f".{kept.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
     tokenizer.save(aside)

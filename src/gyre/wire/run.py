@@ -28,8 +28,10 @@ from gyre.observe.samples import SampleLog
 from gyre.observe.spans import Spans
 from gyre.planner.plan import Plan
 from gyre.runconfig import RunConfig
+from gyre.text.tokenizer import is_misread
 from gyre.trainer.snapshot import SnapshotStore
 from gyre.wire.folders import hold
+from gyre.wire.goal import judge_goal
 from gyre.wire.make import (
     Policy,
     accuracy_part,
@@ -41,8 +43,14 @@ from gyre.wire.make import (
     make_tokenizer,
     try_rewards,
 )
+from gyre.wire.order import MAIN
 from gyre.wire.stage import Built
-from gyre.wire.stages import MAIN, Stage, StageData, load_stage_data, plan_run, plan_stages
+from gyre.wire.stages import Stage, StageData, load_stage_data, plan_run, plan_stages
+
+MISREAD = (
+    "transformers reads tokenizer files beside a model of this family by its own rules, so the export's would give "
+    "other ids there; gyre reads them right. Leave tokenizer.path out, or take a tokenizer of this family."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +86,8 @@ class Run:
         tokenizer = make_tokenizer(self._config, self._folder / "tokenizer", self._emit)
         policy = make_policy(self._config, tokenizer, self._machine)
         self._announce(stages, policy, at)
+        if is_misread(tokenizer, policy.spec.family):
+            self._emit("warn.tokenizer_misread", family=policy.spec.family, reason=MISREAD)
         version, result = 0, progress
         for ready in [self._prepare(stage, policy) for stage in stages[at:]]:
             result, version = await self._run_stage(ready, policy, result, found, version)
@@ -226,27 +236,5 @@ class Run:
             "seconds": {phase: round(seconds, 3) for phase, seconds in self._spans.seconds().items()},
             "export": str(export),
             "report": None if report is None else str(report),
-            "goal": judge_goal(self._config, evals),
+            "goal": judge_goal(self._config, self._stage, evals),
         }
-
-
-def judge_goal(config: RunConfig, evals: Mapping[str, Mapping[str, float]]) -> dict[str, Any] | None:
-    """Whether the run reached its [goal], in numbers and in words."""
-    goal = config.goal
-    if goal is None:
-        return None
-    numbers = evals.get(goal.metric)
-    if numbers is None:
-        return {"reached": False, "verdict": f"goal missed: no evaluation named {goal.metric} was made"}
-    before, after = numbers["before"], numbers["after"]
-    checks = {
-        f"before {before:.3f} ≤ {goal.at_most_before}": goal.at_most_before is None or before <= goal.at_most_before,
-        f"after {after:.3f} ≥ {goal.at_least_after}": goal.at_least_after is None or after >= goal.at_least_after,
-        f"gain {after - before:.3f} ≥ {goal.margin}": goal.margin is None or after - before >= goal.margin,
-    }
-    asked = [words for words in checks if not words.endswith("None")]
-    reached = all(checks.values())
-    return {
-        "reached": reached,
-        "verdict": f"goal {'reached' if reached else 'missed'}: {goal.metric} {', '.join(asked)}",
-    }

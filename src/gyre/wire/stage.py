@@ -36,7 +36,8 @@ from gyre.wire.make import (
     make_judge,
     make_scorer,
 )
-from gyre.wire.stages import MAIN, Stage, StageData
+from gyre.wire.order import MAIN
+from gyre.wire.stages import Stage, StageData
 
 
 class Built:
@@ -184,6 +185,4 @@ class Snapshots:
 
     def _save(self, step: int, state: Mapping[str, Any], blobs: Mapping[str, bytes]) -> None:
         own = self._trainer.snapshot()
-        # Copies: a storage whose bytes the writer has looked at can no longer leave the device.
-        tensors = {name: tensor.to("cpu", copy=True) for name, tensor in own["tensors"].items()}
-        self._store.save(step, tensors=tensors, state={"loop": state, "trainer": own["state"]}, blobs=blobs)
+        self._store.save(step, tensors=own["tensors"], state={"loop": state, "trainer": own["state"]}, blobs=blobs)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import TypeVar
 
 from gyre.core.contracts import PromptSource
 from gyre.core.errors import ConfigError
@@ -16,7 +17,7 @@ from gyre.core.seeds import derive_seed
 from gyre.data.config import DataConfig
 from gyre.data.examples import load_examples
 from gyre.data.pairs import load_pairs
-from gyre.data.sources import PairSource, PromptSet, ShuffledSource, load_prompts
+from gyre.data.sources import PairSource, ShuffledSource, load_prompts
 from gyre.models.spec import ModelSpec
 from gyre.objectives.config import (
     AnyObjective,
@@ -33,9 +34,10 @@ from gyre.planner.plan import Dtype, ModelNumbers, Plan, PlanInputs
 from gyre.runconfig import RunConfig
 from gyre.text.tokenizer import Tokenizer
 from gyre.trainer.config import TrainerConfig
+from gyre.wire.order import COLD_START, MAIN
 
 Emit = Callable[..., None]
-MAIN, COLD_START = "main", "cold_start"
+Record = TypeVar("Record")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +61,7 @@ def plan_stages(config: RunConfig, wanted: str) -> list[Stage]:
         records_per_step=config.rollout.prompts_per_step,
     )
     cold = config.cold_start
-    if wanted == COLD_START and cold is None:
-        raise ConfigError("--stage cold_start: the config has no [cold_start]", hint="add the table, or run all stages")
+    assert cold is not None or wanted != COLD_START, "wire.order refuses it"
     if cold is None or wanted == MAIN:
         return [main]
     supervised = Stage(
@@ -105,16 +106,20 @@ def load_stage_data(
     prompts: tuple[Prompt, ...] = ()
     if stage.name == MAIN and uses_engine(config, stage.objective):
         found = load_prompts(asked, tokenizer, emit=emit)
-        prompts = take_held_out(found, num)
+        prompts = take_held_out(found.held_out, num, found.source)
         if needs_rollouts(stage.objective):
             longest = max(len(prompt.tokens) for prompt in (*found.train, *prompts))
             source = ShuffledSource(found.train, seed, found.source)
             return StageData(
-                source=source, longest_prompt_tokens=longest, eval_prompts=prompts, sample_prompts=found.train[:3]
+                source=source,
+                longest_prompt_tokens=longest,
+                eval_prompts=prompts,
+                sample_prompts=found.train[:3],
             )
     if is_pairwise(stage.objective):
         pairs = load_pairs(learnt, tokenizer, emit=emit)
-        held_out = tuple(sequence for pair in pairs.held_out[:num] for sequence in pair)
+        judged = _take_records(stage, pairs.held_out, num, pairs.source, emit)
+        held_out = tuple(sequence for pair in judged for sequence in pair)
         return StageData(
             source=PairSource(pairs.train, seed, pairs.source),
             longest_prompt_tokens=_longest([sequence for pair in pairs.train for sequence in pair], prompts, config),
@@ -123,7 +128,7 @@ def load_stage_data(
             eval_batch=TrainBatch(sequences=held_out, step=0) if held_out else None,
         )
     examples = load_examples(learnt, tokenizer, emit=emit)
-    held_out_sequences = examples.held_out[:num]
+    held_out_sequences = _take_records(stage, examples.held_out, num, examples.source, emit)
     return StageData(
         source=ShuffledSource(examples.train, seed, examples.source),
         longest_prompt_tokens=_longest(examples.train, prompts, config),
@@ -139,13 +144,27 @@ def bound_lengths(data: DataConfig, *, prompt: int, sequence: int) -> DataConfig
     return data.model_copy(update={name: limit for name, limit in limits.items() if not getattr(data, name)})
 
 
-def take_held_out(found: PromptSet, num: int) -> tuple[Prompt, ...]:
-    if num > len(found.held_out):
+def take_held_out(
+    held_out: tuple[Record, ...], num: int, source: str, key: str = "eval.num_problems"
+) -> tuple[Record, ...]:
+    """The first `num`; ConfigError when there are fewer, since a mean over fewer would not be what was asked for."""
+    if num > len(held_out):
         raise ConfigError(
-            f"eval.num_problems = {num}: {found.source} holds out {len(found.held_out)}",
-            hint="raise data.num_problems or data.held_out_fraction, or lower eval.num_problems",
+            f"{key} = {num}: {source} holds out {len(held_out)}",
+            hint=f"give more rows (data.num_problems of a task), raise data.held_out_fraction, or lower {key} "
+            f"to at most {len(held_out)}",
         )
-    return found.held_out[:num]
+    return held_out[:num]
+
+
+def _take_records(stage: Stage, held_out: tuple[Record, ...], num: int, source: str, emit: Emit) -> tuple[Record, ...]:
+    """Pairs or examples that a stage is judged on. eval.num_problems is about the main stage: a cold start is measured
+    on what its data hold out, and it is an event when that is less."""
+    if stage.name == MAIN:
+        return take_held_out(held_out, num, source)
+    if len(held_out) < num:
+        emit("warn.fewer_held_out", stage=stage.name, source=source, asked=num, got=len(held_out))
+    return held_out[:num]
 
 
 def _longest(sequences: Sequence[TrainSequence], prompts: Sequence[Prompt], config: RunConfig) -> int:

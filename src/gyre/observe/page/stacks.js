@@ -250,10 +250,8 @@ function memoryParts(memory, tier) {
   const rows = parts.map((part) => ({ part, now: el("td", { class: "r" }), share: el("td", { class: "r muted" }) }));
   const head = el("th", { colspan: 3 });
   const allNow = el("b", {});
-  // All that the device has, drawn where it does not dwarf what is used of it.
-  const whole = tier === "device" && memory.free ? memory.free.map((free, at) => (free === null ? null : free + sum(parts.map((part) => part.values[at])))) : null;
-  const most = whole ? Math.max(...whole.map((value) => value ?? 0)) : 0;
-  const line = most > 0 && most < 3 * peak.total ? whole : null;
+  const whole = tier === "device" ? memory.whole : null; // its line is there where it does not dwarf what is used
+  const line = whole ? whole.line : null;
   const show = (hover) => {
     const at = hover ?? peak.at;
     head.textContent = hover === null ? `at the peak: ${place(at)}` : place(at);
@@ -277,7 +275,7 @@ function memoryParts(memory, tier) {
       el("tr", {}, el("td", {}, "all"), el("td", { class: "r" }, allNow), el("td", {}))));
   show(null);
   return [el("div", { class: "memory" },
-    el("div", {}, strip ? strip.plot : null, chart.plot, el("div", { class: "legend" }, phases.map((phase) => el("span", {}, dot(phaseColour(phase)), phase)), most > 0 ? el("span", {}, line ? "┄ all that the device has" : `of ${bytes(most)} that the device has`) : null, reset)), table)];
+    el("div", {}, strip ? strip.plot : null, chart.plot, el("div", { class: "legend" }, phases.map((phase) => el("span", {}, dot(phaseColour(phase)), phase)), whole ? el("span", {}, `${line ? "┄ " : ""}${whole.name}: ${bytes(whole.bytes)}`) : null, reset)), table)];
 }
 
 // Boundaries of a few steps from the middle of the last stage, where each phase can be seen.

@@ -1,0 +1,60 @@
+"""Goal: whether a run reached its [goal]. A goal is about the main stage: what it was before, what it is after.
+In: config, which stages ran, evaluations of the main stage. Out: numbers and a sentence. Pure, torch-free.
+Callers: wire.order, wire.run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gyre.objectives.config import needs_rollouts, trains_scores
+from gyre.runconfig import RunConfig
+
+OFFLINE_METRICS = {"rm": "pair_accuracy", "dpo": "preference_accuracy", "sft": "loss"}
+
+
+def main_metrics(config: RunConfig) -> tuple[str, ...]:
+    """Names of the evaluations that the main stage makes."""
+    if not config.eval.num_problems:
+        return ()
+    if needs_rollouts(config.objective):
+        return ("accuracy",)
+    generates = bool(config.rewards.parts) and not trains_scores(config.objective)
+    return (OFFLINE_METRICS[config.objective.kind], *(("accuracy",) if generates else ()))
+
+
+def why_unjudged(config: RunConfig, stage: str) -> str:
+    """Why these stages cannot say whether the goal is reached; "" when they can."""
+    if config.goal is None:
+        return "the config has no [goal]"
+    if stage == "cold_start":
+        return f"[goal] is about {config.goal.metric} before and after the main stage, and --stage cold_start has none"
+    if config.goal.metric not in (made := main_metrics(config)):
+        evaluated = ", ".join(made) or "nothing (eval.num_problems = 0)"
+        return (
+            f"goal.metric = '{config.goal.metric}', and the main stage with objective.kind = '{config.objective.kind}' "
+            f"evaluates {evaluated}"
+        )
+    return ""
+
+
+def judge_goal(config: RunConfig, stage: str, evals: Mapping[str, Mapping[str, float]]) -> dict[str, Any] | None:
+    """{"reached": true, false, or null where nobody measured it; "verdict": a sentence}; None without a goal."""
+    goal = config.goal
+    if goal is None:
+        return None
+    if reason := why_unjudged(config, stage):
+        return {"reached": None, "verdict": f"goal not judged: {reason}"}
+    before, after = evals[goal.metric]["before"], evals[goal.metric]["after"]
+    checks = {
+        f"before {before:.3f} ≤ {goal.at_most_before}": goal.at_most_before is None or before <= goal.at_most_before,
+        f"after {after:.3f} ≥ {goal.at_least_after}": goal.at_least_after is None or after >= goal.at_least_after,
+        f"gain {after - before:.3f} ≥ {goal.margin}": goal.margin is None or after - before >= goal.margin,
+    }
+    asked = [words for words in checks if not words.endswith("None")]
+    reached = all(checks.values())
+    return {
+        "reached": reached,
+        "verdict": f"goal {'reached' if reached else 'missed'}: {goal.metric} {', '.join(asked)}",
+    }

@@ -1,0 +1,70 @@
+"""What a stage is judged on: as many held-out records as were asked for, or words."""
+
+from __future__ import annotations
+
+import pytest
+from test_data_examples import TOKENIZER
+from test_data_sources import Events, write_jsonl
+
+from gyre.core.errors import ConfigError
+from gyre.observe.events import is_counted
+from gyre.runconfig import RunConfig, parse_run_config
+from gyre.wire.stages import load_stage_data, plan_stages
+
+ROWS = [{"prompt": f"p{i}", "response": f"r{i}", "chosen": f"good{i}", "rejected": f"bad{i}"} for i in range(40)]
+
+
+def config_for(tmp_path, kind: str, num: int, **tables) -> RunConfig:
+    data = {"source": "jsonl", "path": str(write_jsonl(tmp_path / "rows.jsonl", ROWS)), "held_out_fraction": 0.25}
+    tree = {
+        "model": {"path": "somewhere"},
+        "data": data,
+        "objective": {"kind": kind},
+        "rewards": {"parts": []},
+        "eval": {"num_problems": num},
+    }
+    return parse_run_config({**tree, **tables}, where="run.toml")
+
+
+def load(config: RunConfig, events: Events, stage: int = 0):
+    return load_stage_data(config, plan_stages(config, "all")[stage], TOKENIZER, 256, events)
+
+
+@pytest.mark.parametrize(("kind", "sequences"), [("rm", 2), ("dpo", 2), ("sft", 1)])
+def test_held_out_pairs_and_examples_are_as_many_as_asked_for_or_refused(tmp_path, kind, sequences):
+    events = Events()
+    whole = load(config_for(tmp_path, kind, 3), events)
+    assert whole.eval_batch is not None and len(whole.eval_batch.sequences) == 3 * sequences
+    there = events.named("data.loaded")[0]["held_out"]
+    assert 3 < there < 30
+    load(config_for(tmp_path, kind, there), events)
+    with pytest.raises(ConfigError) as caught:
+        load(config_for(tmp_path, kind, there + 1), events)
+    assert f"eval.num_problems = {there + 1}" in caught.value.message
+    assert f"holds out {there}" in caught.value.message and f"at most {there}" in caught.value.hint
+
+
+def test_a_cold_start_is_judged_on_what_there_is_and_the_report_counts_it(tmp_path):
+    """Its data are others than the main stage's, which eval.num_problems is about."""
+    few = {"source": "jsonl", "path": str(write_jsonl(tmp_path / "few.jsonl", ROWS[:9])), "held_out_fraction": 0.3}
+    config = config_for(tmp_path, "sft", 5, cold_start={"steps": 1}, cold_start_data=few)
+    events = Events()
+    found = load(config, events)
+    assert found.eval_batch is not None
+    got = len(found.eval_batch.sequences)
+    assert 0 < got < 5
+    ((kind, fields),) = [event for event in events if event[0].startswith("warn.")]
+    assert is_counted({"kind": kind, **fields})
+    assert (fields["asked"], fields["got"], fields["stage"]) == (5, got, "cold_start")
+
+
+def test_rows_that_are_left_out_are_counted(tmp_path):
+    rows = [*ROWS, ROWS[0], {**ROWS[1], "prompt": "long " * 99}]
+    data = {"source": "jsonl", "path": str(write_jsonl(tmp_path / "more.jsonl", rows)), "overlong": "drop"}
+    events = Events()
+    load(config_for(tmp_path, "sft", 1, data={**data, "held_out_fraction": 0.25}), events)
+    ((kind, fields),) = [event for event in events if is_counted({"kind": event[0], **event[1]})]
+    assert kind == "drop.rows" and (fields["count"], fields["duplicate"], fields["overlong"]) == (2, 1, 1)
+    events = Events()
+    load(config_for(tmp_path, "sft", 1), events)
+    assert [kind for kind, _ in events] == ["data.loaded"], "nothing dropped, nothing counted"
