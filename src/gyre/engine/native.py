@@ -198,7 +198,7 @@ class NativeEngine:
                 prefix_cache=config.prefix_cache,
                 emit=self._emit,
             ),
-            Runner(self._decoder, pool, device=self._device, dtype=self._dtype),
+            Runner(self._decoder, pool, device=self._device, dtype=self._dtype, emit=self._emit),
             token_budget=config.token_budget,
             version=self._weights.version,
             eos_ids=self._decoder.spec.eos_ids if self._tokenizer is None else self._tokenizer.eos_ids,

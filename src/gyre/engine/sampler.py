@@ -26,6 +26,7 @@ class Rules:
     """How each row chooses, as tensors on the device; made once and used while the rows stay the same."""
 
     num_rows: int
+    inverse_N: np.ndarray  # float32 on the host, 1 / temperature; 0 where greedy
     greedy_N: Tensor | None  # bool; None when no row is greedy
     all_greedy: bool
     inverse_temperature_N1: Tensor | None  # float32; None when all are 1
@@ -35,6 +36,11 @@ class Rules:
     top_p_M1: Tensor | None  # float64
     min_p_M1: Tensor | None  # float64
     candidates: int  # tokens to look at first: enough for every top-k; more only if top-p or min-p keep them all
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether temperature is all that these rows ask for, so that `inverse_N` says everything."""
+        return self.truncated_M is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -70,6 +76,7 @@ def make_rules(
     truncating = len(places) > 0
     return Rules(
         num_rows=len(temperature_N),
+        inverse_N=np.where(greedy_N, np.float32(0.0), inverse_N),
         greedy_N=torch.tensor(greedy_N, device=device) if greedy_N.any() else None,
         all_greedy=bool(greedy_N.all()),
         inverse_temperature_N1=column(inverse_N) if (inverse_N != 1.0).any() else None,

@@ -1,0 +1,85 @@
+/* Matrix products with tokens in lanes: out[n][token] = Σ_k weight[n][k] · panel[k][token].
+ * Weights are read where they lie, row by row, one number (or bfloat16 pair) spread over the lanes; sixteen tokens are
+ * one vector. So a weight is never repacked, and the sum of one token runs over k in one order, whatever tokens share
+ * its step: the result of a token does not depend on the batch.
+ * A panel holds blocks of 16 tokens: [block][k / PAIR][lane], each lane 32 bits wide. */
+#pragma once
+#include "lanes.h"
+
+#if defined(__AVX512F__)
+#define GROUP_BLOCKS 4 /* token blocks multiplied at once; the accumulators of a tile fill the registers */
+#else
+#define GROUP_BLOCKS 2
+#endif
+#define CHUNK_ROWS 48 /* weight rows between two epilogues; a multiple of all tile heights and of 16 */
+
+INLINE uint32_t weight_bits(const real *at) {
+    uint32_t bits;
+    memcpy(&bits, at, sizeof bits);
+    return bits;
+}
+
+/* acc + weight · x, over the pair when lanes hold pairs. */
+INLINE v16 multiply_add(v16 acc, u16 x, uint32_t weight) {
+#if !GYRE_BF16
+    return acc + (v16)x * ((union { uint32_t u; float f; }){weight}).f;
+#elif defined(__AVX512BF16__)
+    return (v16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)x, (__m512bh)_mm512_set1_epi32((int)weight));
+#else
+    float low = ((union { uint32_t u; float f; }){weight << 16}).f;
+    float high = ((union { uint32_t u; float f; }){weight & 0xffff0000u}).f;
+    return (acc + (v16)(x << 16) * low) + (v16)(x & 0xffff0000u) * high;
+#endif
+}
+
+INLINE void tile(int rows, int blocks, const real *weight, int64_t inner, const uint32_t *panel, float *out) {
+    int64_t steps = inner / PAIR, block_stride = steps * LANES;
+    v16 acc[12][GROUP_BLOCKS];
+    UNROLL for (int i = 0; i < rows; i++) UNROLL for (int j = 0; j < blocks; j++) acc[i][j] = (v16){0};
+    for (int64_t k = 0; k < steps; k++) {
+        u16 x[GROUP_BLOCKS];
+        UNROLL for (int j = 0; j < blocks; j++) x[j] = *(const u16 *)(panel + j * block_stride + k * LANES);
+        UNROLL for (int i = 0; i < rows; i++) {
+            uint32_t bits = weight_bits(weight + i * inner + k * PAIR);
+            UNROLL for (int j = 0; j < blocks; j++) acc[i][j] = multiply_add(acc[i][j], x[j], bits);
+        }
+    }
+    UNROLL for (int i = 0; i < rows; i++)
+        UNROLL for (int j = 0; j < blocks; j++) store(out + (i * blocks + j) * LANES, acc[i][j]);
+}
+
+INLINE void multiply_blocks(
+    int tile_rows, int blocks, const real *weight, int64_t inner, int64_t rows, const uint32_t *panel, float *out) {
+    int64_t n = 0;
+    for (; n + tile_rows <= rows; n += tile_rows)
+        tile(tile_rows, blocks, weight + n * inner, inner, panel, out + n * blocks * LANES);
+    if (tile_rows > 4)
+        for (; n + 4 <= rows; n += 4) tile(4, blocks, weight + n * inner, inner, panel, out + n * blocks * LANES);
+    for (; n < rows; n++) tile(1, blocks, weight + n * inner, inner, panel, out + n * blocks * LANES);
+}
+
+/* out[rows][blocks · 16] for one group of token blocks. */
+static void multiply(
+    const real *weight, int64_t inner, int64_t rows, const uint32_t *panel, int blocks, float *out) {
+    switch (blocks) {
+#if defined(__AVX512F__)
+    case 1: multiply_blocks(12, 1, weight, inner, rows, panel, out); break;
+    case 2: multiply_blocks(12, 2, weight, inner, rows, panel, out); break;
+    case 3: multiply_blocks(8, 3, weight, inner, rows, panel, out); break;
+    case 4: multiply_blocks(6, 4, weight, inner, rows, panel, out); break;
+#else
+    case 1: multiply_blocks(3, 1, weight, inner, rows, panel, out); break;
+    case 2: multiply_blocks(1, 2, weight, inner, rows, panel, out); break;
+#endif
+    }
+}
+
+/* Pack two rows of lanes (features k and k + 1) into a panel's lane, rounded; one row where lanes hold one number. */
+INLINE void pack(uint32_t *at, v16 first, v16 second) {
+#if GYRE_BF16
+    *(u16 *)at = (rounded_bits(first) >> 16) | rounded_bits(second);
+#else
+    *(v16 *)at = first;
+    *(v16 *)(at + LANES) = second;
+#endif
+}
