@@ -30,7 +30,7 @@ typedef struct {
     const int32_t *tokens_RW, *table_RP;
     int64_t width, pages_width;
     const int64_t *source_N;         /* the token whose hidden state each sampling row continues */
-    real *pool;                      /* [layer][page][k, v][K][page token][D] */
+    real *pool;                      /* [layer][page][k, v][K][…], see attention.h */
     int64_t layer_stride, page_stride, page_tokens;
     float *logits_NV;
     int64_t chooses;                 /* 0: logits only */
@@ -48,7 +48,7 @@ typedef struct {
 typedef struct {
     float *x;                        /* residual stream [block][E][lane] */
     float *cosines, *sines;          /* [block][D / 2][lane] */
-    float *query;                    /* [T][A] */
+    uint32_t *query;                 /* [T][A / PAIR] */
     uint32_t *normed, *attended, *product; /* panels */
     float *kept_x;                   /* of sampling rows only, after the last attention */
     uint32_t *kept_attended;
@@ -86,7 +86,7 @@ static char *lay_out(const Model *m, int64_t tokens, int64_t sequences, int64_t 
     w->x = carve(&base, blocks * m->hidden * lane);
     w->cosines = carve(&base, blocks * m->head_dim / 2 * lane);
     w->sines = carve(&base, blocks * m->head_dim / 2 * lane);
-    w->query = carve(&base, tokens * m->heads * m->head_dim * 4);
+    w->query = carve(&base, tokens * m->heads * m->head_dim / PAIR * 4);
     w->normed = carve(&base, (blocks > kept ? blocks : kept) * m->hidden / PAIR * lane);
     w->attended = carve(&base, blocks * attended);
     w->product = carve(&base, (blocks > kept ? blocks : kept) * m->mlp / PAIR * lane);
@@ -189,21 +189,19 @@ static void finish_head(const Model *m, const Work *w, float *tile, int64_t firs
     }
 }
 
-/* Store one block of a tile [features][stride] token by token: `to(token)` gets its features in a row. */
-#define BY_TOKEN(tile, features, stride, lanes, at_token, put, put_one)                                               \
+/* Store one block of a tile [features][stride] token by token: `at_token(lane)` gets its features in a row. */
+#define BY_TOKEN(tile, features, stride, lanes, at_token)                                                             \
     do {                                                                                                              \
         int64_t d = 0;                                                                                                \
         for (; d + LANES <= (features); d += LANES) {                                                                 \
             v16 r[LANES];                                                                                             \
             UNROLL for (int i = 0; i < LANES; i++) r[i] = load((tile) + (d + i) * (stride));                          \
             transpose(r);                                                                                             \
-            for (int lane = 0; lane < (lanes); lane++) put(at_token(lane) + d, r[lane]);                              \
+            for (int lane = 0; lane < (lanes); lane++) store((float *)(at_token(lane)) + d, r[lane]);                 \
         }                                                                                                             \
         for (; d < (features); d++)                                                                                   \
-            for (int lane = 0; lane < (lanes); lane++) put_one(at_token(lane) + d, (tile)[d * (stride) + lane]);      \
+            for (int lane = 0; lane < (lanes); lane++) ((float *)(at_token(lane)))[d] = (tile)[d * (stride) + lane];  \
     } while (0)
-#define PUT_FLOAT(at, x) (*(at) = (x))
-#define PUT_REAL(at, x) (*(at) = narrow(x))
 
 /* q|k|v of head `unit` (of H + 2K) for one group of token blocks: queries to the work area, keys and values to pages. */
 static void project_head(const Model *m, const Step *s, const Work *w, int64_t layer, int64_t unit, int64_t first_block,
@@ -215,57 +213,72 @@ static void project_head(const Model *m, const Step *s, const Work *w, int64_t l
              blocks, tile);
     finish_head(m, w, tile, first_block, blocks, part[QKV_BIAS] ? part[QKV_BIAS] + unit * dim : 0,
                 is_query ? part[Q_NORM] : is_key ? part[K_NORM] : 0, is_query || is_key);
+    int64_t steps = dim / PAIR, plane = unit - m->heads; /* k heads, then v heads */
     for (int b = 0; b < blocks; b++) {
         int64_t first = (first_block + b) * LANES;
         int lanes = s->tokens - first < LANES ? (int)(s->tokens - first) : LANES;
+        float *from = tile + b * LANES;
+        for (int64_t d = 0; d < dim; d += 2) /* in place: pairs end where their first row or an earlier one was */
+            pack_rows((uint32_t *)from + d / PAIR * stride, stride, load(from + d * stride), load(from + (d + 1) * stride));
         if (is_query) {
-            float *to = w->query + first * m->heads * dim + unit * dim;
-#define QUERY(lane) (to + (lane) * m->heads * dim)
-            BY_TOKEN(tile + b * LANES, dim, stride, lanes, QUERY, store, PUT_FLOAT);
-        } else {
-            int64_t plane = is_key ? unit - m->heads : unit - m->heads; /* k heads, then v heads */
-            real *to[LANES];
-            for (int lane = 0; lane < lanes; lane++) {
-                int64_t position = w->position[first + lane];
-                int64_t page = s->table_RP[w->row[first + lane] * s->pages_width + position / s->page_tokens];
-                to[lane] = s->pool + layer * s->layer_stride + page * s->page_stride +
-                           (plane * s->page_tokens + position % s->page_tokens) * dim;
-            }
-#define SLOT(lane) (to[lane])
-            BY_TOKEN(tile + b * LANES, dim, stride, lanes, SLOT, store_real, PUT_REAL);
+            uint32_t *to = w->query + (first * m->heads + unit) * steps;
+#define QUERY(lane) (to + (lane) * m->heads * steps)
+            BY_TOKEN(from, steps, stride, lanes, QUERY);
+            continue;
         }
+        real *to[LANES];
+        for (int lane = 0; lane < lanes; lane++) {
+            int64_t position = w->position[first + lane], slot = position % s->page_tokens;
+            int64_t page = s->table_RP[w->row[first + lane] * s->pages_width + position / s->page_tokens];
+            to[lane] = s->pool + layer * s->layer_stride + page * s->page_stride + plane * s->page_tokens * dim +
+                       slot * (is_key ? PAIR : dim);
+        }
+#define SLOT(lane) to[lane]
+        if (!is_key) BY_TOKEN(from, steps, stride, lanes, SLOT);
+        if (is_key)
+            for (int lane = 0; lane < lanes; lane++)
+                for (int64_t d = 0; d < steps; d++)
+                    ((uint32_t *)to[lane])[d * s->page_tokens] = ((uint32_t *)from)[d * stride + lane];
     }
 }
 
-static void attend_item(const Model *m, const Step *s, const Work *w, int64_t layer, int64_t task, float *scratch) {
-    const Item *item = w->items + task / m->kv_heads;
-    int64_t head = task % m->kv_heads, dim = m->head_dim, group = m->heads / m->kv_heads;
-    Keys keys = {
-        s->pool + layer * s->layer_stride, s->page_stride, m->kv_heads * s->page_tokens * dim, s->page_tokens * dim,
-        s->page_tokens, s->table_RP + s->row_S[item->sequence] * s->pages_width,
+INLINE Keys keys_of(const Model *m, const Step *s, int64_t layer, int64_t sequence) {
+    return (Keys){
+        .layer = s->pool + layer * s->layer_stride,
+        .page_stride = s->page_stride,
+        .value_stride = m->kv_heads * s->page_tokens * m->head_dim,
+        .page_tokens = s->page_tokens,
+        .dim = m->head_dim,
+        .pages = s->table_RP + s->row_S[sequence] * s->pages_width,
     };
+}
+
+static void attend_item(const Model *m, const Step *s, const Work *w, int64_t layer, int64_t task, float *scratch) {
+    const Item *item = w->items + task / m->kv_heads, *next = w->items + (task + 1) / m->kv_heads;
+    int64_t head = task % m->kv_heads, dim = m->head_dim, steps = dim / PAIR, group = m->heads / m->kv_heads;
+    if (next < w->items + w->num_items) {
+        Keys ahead = keys_of(m, s, layer, next->sequence);
+        int64_t known = w->position[next->first] + 1;
+        prefetch_chunk(&ahead, (task + 1) % m->kv_heads, 0, known < CHUNK_KEYS ? known : CHUNK_KEYS);
+    }
+    Keys keys = keys_of(m, s, layer, item->sequence);
     int rows = (int)(item->count * group);
-    const float *query[rows];
-    int64_t limit[rows];
+    const uint32_t *query[rows];
+    int64_t limit[rows], padded = padded_dim(dim);
     for (int r = 0; r < rows; r++) {
         int64_t t = item->first + r / group;
-        query[r] = w->query + (t * m->heads + head * group + r % group) * dim;
+        query[r] = w->query + (t * m->heads + head * group + r % group) * steps;
         limit[r] = w->position[t];
     }
-    int64_t padded = (dim + LANES - 1) / LANES * LANES;
-    const float *values = attend(&keys, head, (int)dim, rows, query, limit, scratch);
+    const float *values = attend(&keys, head, rows, query, limit, scratch);
     for (int r = 0; r < rows; r++) {
-        int64_t t = item->first + r / group, feature = (head * group + r % group) * dim;
-        uint32_t *to = w->attended + (t / LANES * (m->heads * dim / PAIR) + feature / PAIR) * LANES + t % LANES;
+        int64_t t = item->first + r / group, feature = (head * group + r % group) * steps;
+        uint32_t *to = w->attended + (t / LANES * (m->heads * steps) + feature) * LANES + t % LANES;
         const float *from = values + r * padded;
-        for (int64_t d = 0; d < dim; d += PAIR) {
-            uint32_t bits;
-#if GYRE_BF16
-            bits = narrow(from[d]) | (uint32_t)narrow(from[d + 1]) << 16;
-#else
-            memcpy(&bits, from + d, 4);
-#endif
-            to[d / PAIR * LANES] = bits;
+        for (int64_t d = 0; d < steps; d += LANES) {
+            uint32_t bits[LANES * 2] __attribute__((aligned(64)));
+            pack(bits, load(from + d * PAIR), load(from + d * PAIR + (PAIR - 1) * LANES));
+            for (int64_t i = 0; i < LANES && d + i < steps; i++) to[(d + i) * LANES] = bits[i];
         }
     }
 }
@@ -328,7 +341,7 @@ static void project_vocabulary(const Model *m, const Step *s, const Work *w, int
                 int lanes = s->samples - row < LANES ? (int)(s->samples - row) : LANES;
                 float *to = s->logits_NV + row * m->vocab + v;
 #define LOGITS(lane) (to + (lane) * m->vocab)
-                BY_TOKEN(tile + b * LANES, rows, stride, lanes, LOGITS, store, PUT_FLOAT);
+                BY_TOKEN(tile + b * LANES, rows, stride, lanes, LOGITS);
             }
         }
     }

@@ -74,12 +74,15 @@ static void multiply(
     }
 }
 
-/* Pack two rows of lanes (features k and k + 1) into a panel's lane, rounded; one row where lanes hold one number. */
-INLINE void pack(uint32_t *at, v16 first, v16 second) {
+/* Pack two rows of lanes (features k and k + 1), rounded, into the lanes at `at`; into two rows, `stride` apart, where
+ * a lane holds one number. */
+INLINE void pack_rows(uint32_t *at, int64_t stride, v16 first, v16 second) {
 #if GYRE_BF16
-    *(u16 *)at = (rounded_bits(first) >> 16) | rounded_bits(second);
+    *(u16_any *)at = (rounded_bits(first) >> 16) | rounded_bits(second);
 #else
-    *(v16 *)at = first;
-    *(v16 *)(at + LANES) = second;
+    *(v16_any *)at = first;
+    *(v16_any *)(at + stride) = second;
 #endif
 }
+
+INLINE void pack(uint32_t *at, v16 first, v16 second) { pack_rows(at, LANES, first, second); }
