@@ -10,6 +10,7 @@
 #include "attention.h"
 #include "matmul.h"
 #include "sample.h"
+#include "team.h"
 #if defined(_OPENMP)
 #include <omp.h>
 #endif
@@ -41,6 +42,8 @@ typedef struct {
     char *scratch;
 } Step;
 
+#define TASKS 4 /* attention tasks taken at a time */
+
 typedef struct {
     int64_t first, count, sequence;  /* token, number of queries */
 } Item;
@@ -57,6 +60,7 @@ typedef struct {
     int64_t num_items;
     float *threads;
     int64_t thread_floats;
+    Team *team;
 } Work;
 
 INLINE int64_t blocks_of(int64_t tokens) { return (tokens + LANES - 1) / LANES; }
@@ -361,7 +365,7 @@ static void keep_block(const Model *m, const Step *s, const Work *w, int64_t blo
     }
 }
 
-#define BARRIER _Pragma("omp barrier")
+#define BARRIER meet(w->team, threads);
 
 static void norm_stage(const Model *m, const real *weight, const float *x, int64_t tokens, const Work *w,
                        int64_t thread, int64_t threads) {
@@ -382,8 +386,11 @@ static void attention_stage(const Model *m, const Step *s, const Work *w, int64_
     }
     BARRIER
     int64_t tasks = w->num_items * m->kv_heads;
-#pragma omp for schedule(dynamic, 4)
-    for (int64_t task = 0; task < tasks; task++) attend_item(m, s, w, layer, task, scratch);
+    int stage = (int)(layer & 1);
+    clear_tasks(w->team, !stage); /* nobody is in the other layers' stages now */
+    for (int64_t task; (task = take_tasks(w->team, stage, TASKS)) < tasks;)
+        for (int64_t i = task; i < task + TASKS && i < tasks; i++) attend_item(m, s, w, layer, i, scratch);
+    BARRIER
 }
 
 static void mlp_stage(const Model *m, const real *const *part, float *x, const uint32_t *attended, int64_t tokens,
@@ -427,8 +434,8 @@ static void run_team(const Model *m, const Step *s, const Work *w, int64_t threa
     project_vocabulary(m, s, w, begin * LANES, end, scratch);
     if (!s->chooses) return;
     BARRIER
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t n = 0; n < s->samples; n++)
+    share(s->samples, thread, threads, &begin, &end);
+    for (int64_t n = begin; n < end; n++)
         choose_token(s->logits_NV + n * m->vocab, m->vocab, s->inverse_N[n] == 0.0f, s->inverse_N[n], s->uniform_N[n],
                      (double *)scratch, s->token_N + n, s->logprob_N + n, s->raw_N + n);
 }
@@ -437,6 +444,8 @@ void gyre_step(const Model *m, const Step *s) {
     Work w;
     lay_out(m, s->tokens, s->sequences, s->samples, s->threads, s->scratch, &w);
     list_tokens(m, s, &w);
+    Team team = {0};
+    w.team = &team;
 #pragma omp parallel num_threads((int)s->threads)
     {
 #if defined(_OPENMP)
