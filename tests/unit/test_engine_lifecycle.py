@@ -339,7 +339,7 @@ def test_deadlines_are_answered_running_waiting_and_asleep() -> None:
 
 def test_a_fault_of_ours_answers_everyone_and_a_restart_heals() -> None:
     async def main() -> None:
-        bench = Bench(shared=True)
+        bench = Bench(shared=True, c_kernels=False)
         await bench.engine.start(dummy=False)
         expected = tokens_of(await bench.ask())
         hidden = bench.decoder.hidden

@@ -36,7 +36,7 @@ class Runner:
         device: torch.device,
         dtype: torch.dtype,
         emit: Callable[..., None],
-        c_kernels: bool = True,
+        c_kernels: bool,
     ) -> None:
         self.decoder, self.pool, self.device, self.dtype = decoder, pool, device, dtype
         self._cpu = make_cpu_step(decoder, pool, device=device, dtype=dtype, emit=emit) if c_kernels else None
