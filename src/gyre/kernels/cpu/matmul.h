@@ -32,46 +32,58 @@ INLINE v16 multiply_add(v16 acc, u16 x, uint32_t weight) {
 #endif
 }
 
-INLINE void tile(int rows, int blocks, const real *weight, int64_t inner, const uint32_t *panel, float *out) {
-    int64_t steps = inner / PAIR, block_stride = steps * LANES;
+/* One product: `rows` rows of weights, `stride` apart, of `inner` numbers; a panel of blocks `block_stride` apart. */
+typedef struct {
+    const real *weight;
+    int64_t stride, inner;
+    const uint32_t *panel;
+    int64_t block_stride;
+} Product;
+
+INLINE void tile(int rows, int blocks, const Product *p, int64_t row, float *out) {
+    int64_t steps = p->inner / PAIR;
+    const real *weight = p->weight + row * p->stride;
     v16 acc[12][GROUP_BLOCKS];
     UNROLL for (int i = 0; i < rows; i++) UNROLL for (int j = 0; j < blocks; j++) acc[i][j] = (v16){0};
     for (int64_t k = 0; k < steps; k++) {
         u16 x[GROUP_BLOCKS];
-        UNROLL for (int j = 0; j < blocks; j++) x[j] = *(const u16 *)(panel + j * block_stride + k * LANES);
+        UNROLL for (int j = 0; j < blocks; j++) x[j] = *(const u16 *)(p->panel + j * p->block_stride + k * LANES);
         UNROLL for (int i = 0; i < rows; i++) {
-            uint32_t bits = weight_bits(weight + i * inner + k * PAIR);
+            uint32_t bits = weight_bits(weight + i * p->stride + k * PAIR);
             UNROLL for (int j = 0; j < blocks; j++) acc[i][j] = multiply_add(acc[i][j], x[j], bits);
         }
     }
     UNROLL for (int i = 0; i < rows; i++)
-        UNROLL for (int j = 0; j < blocks; j++) store(out + (i * blocks + j) * LANES, acc[i][j]);
+        UNROLL for (int j = 0; j < blocks; j++) store(out + ((row + i) * blocks + j) * LANES, acc[i][j]);
 }
 
-INLINE void multiply_blocks(
-    int tile_rows, int blocks, const real *weight, int64_t inner, int64_t rows, const uint32_t *panel, float *out) {
+INLINE void multiply_blocks(int tile_rows, int blocks, const Product *p, int64_t rows, float *out) {
     int64_t n = 0;
-    for (; n + tile_rows <= rows; n += tile_rows)
-        tile(tile_rows, blocks, weight + n * inner, inner, panel, out + n * blocks * LANES);
+    for (; n + tile_rows <= rows; n += tile_rows) tile(tile_rows, blocks, p, n, out);
     if (tile_rows > 4)
-        for (; n + 4 <= rows; n += 4) tile(4, blocks, weight + n * inner, inner, panel, out + n * blocks * LANES);
-    for (; n < rows; n++) tile(1, blocks, weight + n * inner, inner, panel, out + n * blocks * LANES);
+        for (; n + 4 <= rows; n += 4) tile(4, blocks, p, n, out);
+    for (; n < rows; n++) tile(1, blocks, p, n, out);
 }
 
 /* out[rows][blocks · 16] for one group of token blocks. */
-static void multiply(
-    const real *weight, int64_t inner, int64_t rows, const uint32_t *panel, int blocks, float *out) {
+static void multiply_strided(const Product *p, int64_t rows, int blocks, float *out) {
     switch (blocks) {
 #if defined(__AVX512F__)
-    case 1: multiply_blocks(12, 1, weight, inner, rows, panel, out); break;
-    case 2: multiply_blocks(12, 2, weight, inner, rows, panel, out); break;
-    case 3: multiply_blocks(8, 3, weight, inner, rows, panel, out); break;
-    case 4: multiply_blocks(6, 4, weight, inner, rows, panel, out); break;
+    case 1: multiply_blocks(12, 1, p, rows, out); break;
+    case 2: multiply_blocks(12, 2, p, rows, out); break;
+    case 3: multiply_blocks(8, 3, p, rows, out); break;
+    case 4: multiply_blocks(6, 4, p, rows, out); break;
 #else
-    case 1: multiply_blocks(3, 1, weight, inner, rows, panel, out); break;
-    case 2: multiply_blocks(1, 2, weight, inner, rows, panel, out); break;
+    case 1: multiply_blocks(3, 1, p, rows, out); break;
+    case 2: multiply_blocks(1, 2, p, rows, out); break;
 #endif
     }
+}
+
+INLINE void multiply(
+    const real *weight, int64_t inner, int64_t rows, const uint32_t *panel, int blocks, float *out) {
+    Product p = {weight, inner, inner, panel, inner / PAIR * LANES};
+    multiply_strided(&p, rows, blocks, out);
 }
 
 /* Pack two rows of lanes (features k and k + 1), rounded, into the lanes at `at`; into two rows, `stride` apart, where
