@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+LIBRARIES = ("decoder.c", "trainer.c")
 SOURCES = Path(__file__).parent
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fopenmp")
 DEADLINE_S = 120.0

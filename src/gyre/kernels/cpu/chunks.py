@@ -53,6 +53,8 @@ def kernels_for(tensor: Tensor, *widths: int, unit: int = LANES) -> ChunkKernels
 
 @functools.cache
 def load_chunks(dtype: torch.dtype) -> ChunkKernels | Unavailable:
+    if dtype not in DTYPES:
+        return Unavailable(reason=f"there is none for {dtype}")
     library = build.load("trainer.c", bf16=DTYPES[dtype])
     return library if isinstance(library, Unavailable) else ChunkKernels(library)
 
