@@ -11,6 +11,7 @@
 #else
 #define GROUP_BLOCKS 2
 #endif
+#define LINE (64 / (int64_t)sizeof(real)) /* numbers in a cache line */
 #define CHUNK_ROWS 48 /* weight rows between two epilogues; a multiple of all tile heights and of 16 */
 
 INLINE uint32_t weight_bits(const real *at) {
@@ -46,6 +47,8 @@ INLINE void tile(int rows, int blocks, const Product *p, int64_t row, float *out
     v16 acc[12][GROUP_BLOCKS];
     UNROLL for (int i = 0; i < rows; i++) UNROLL for (int j = 0; j < blocks; j++) acc[i][j] = (v16){0};
     for (int64_t k = 0; k < steps; k++) {
+        if (k % (LINE / PAIR) == 0) /* the next tile's rows: too short for the processor to foresee them */
+            UNROLL for (int i = 0; i < rows; i++) __builtin_prefetch(weight + (rows + i) * p->stride + k * PAIR);
         u16 x[GROUP_BLOCKS];
         UNROLL for (int j = 0; j < blocks; j++) x[j] = *(const u16 *)(p->panel + j * p->block_stride + k * LANES);
         UNROLL for (int i = 0; i < rows; i++) {
