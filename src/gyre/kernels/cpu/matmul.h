@@ -11,6 +11,7 @@
 #else
 #define GROUP_BLOCKS 2
 #endif
+#define PANEL_STEPS 512 /* panel lines (steps × blocks) that stay in the first cache while all rows pass: 32 KiB */
 #define LINE (64 / (int64_t)sizeof(real)) /* numbers in a cache line */
 #define CHUNK_ROWS 48 /* weight rows between two epilogues; a multiple of all tile heights and of 16 */
 
@@ -41,12 +42,14 @@ typedef struct {
     int64_t block_stride;
 } Product;
 
-INLINE void tile(int rows, int blocks, const Product *p, int64_t row, float *out) {
-    int64_t steps = p->inner / PAIR;
+/* Steps [begin, end) of the sums; those before it lie in `out` already. */
+INLINE void tile(int rows, int blocks, const Product *p, int64_t row, int64_t begin, int64_t end, float *out) {
     const real *weight = p->weight + row * p->stride;
     v16 acc[12][GROUP_BLOCKS];
-    UNROLL for (int i = 0; i < rows; i++) UNROLL for (int j = 0; j < blocks; j++) acc[i][j] = (v16){0};
-    for (int64_t k = 0; k < steps; k++) {
+    UNROLL for (int i = 0; i < rows; i++)
+        UNROLL for (int j = 0; j < blocks; j++)
+            acc[i][j] = begin ? load(out + ((row + i) * blocks + j) * LANES) : (v16){0};
+    for (int64_t k = begin; k < end; k++) {
         if (k % (LINE / PAIR) == 0) /* the next tile's rows: too short for the processor to foresee them */
             UNROLL for (int i = 0; i < rows; i++) __builtin_prefetch(weight + (rows + i) * p->stride + k * PAIR);
         u16 x[GROUP_BLOCKS];
@@ -61,11 +64,14 @@ INLINE void tile(int rows, int blocks, const Product *p, int64_t row, float *out
 }
 
 INLINE void multiply_blocks(int tile_rows, int blocks, const Product *p, int64_t rows, float *out) {
-    int64_t n = 0;
-    for (; n + tile_rows <= rows; n += tile_rows) tile(tile_rows, blocks, p, n, out);
-    if (tile_rows > 4)
-        for (; n + 4 <= rows; n += 4) tile(4, blocks, p, n, out);
-    for (; n < rows; n++) tile(1, blocks, p, n, out);
+    int64_t steps = p->inner / PAIR, most = PANEL_STEPS / blocks;
+    for (int64_t begin = 0; begin < steps; begin += most) {
+        int64_t end = begin + most < steps ? begin + most : steps, n = 0;
+        for (; n + tile_rows <= rows; n += tile_rows) tile(tile_rows, blocks, p, n, begin, end, out);
+        if (tile_rows > 4)
+            for (; n + 4 <= rows; n += 4) tile(4, blocks, p, n, begin, end, out);
+        for (; n < rows; n++) tile(1, blocks, p, n, begin, end, out);
+    }
 }
 
 /* out[rows][blocks · 16] for one group of token blocks. */
