@@ -226,13 +226,36 @@ def test_without_a_compiler_the_reason_is_an_event(monkeypatch) -> None:
 
 def test_a_compiler_that_fails_is_told_and_leaves_nothing(monkeypatch, tmp_path: Path) -> None:
     broken = tmp_path / "cc"
-    broken.write_text("#!/bin/sh\n[ \"$1\" = --version ] && exit 0\necho 'no room for frobs' >&2\nexit 1\n")
+    broken.write_text(
+        "#!/bin/sh\ncase \"$*\" in\n--version) exit 0;;\n*-dM*) echo '#define __AVX512BW__ 1'; exit 0;;\nesac\n"
+        "echo 'no room for frobs' >&2\nexit 1\n"
+    )
     broken.chmod(0o755)
     monkeypatch.setattr(build, "find_compiler", lambda: str(broken))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     found = load_decoder(torch.float32)
     assert isinstance(found, Unavailable) and "no room for frobs" in found.reason
     assert list((tmp_path / "cache" / "gyre" / "kernels").iterdir()) == []
+
+
+def test_a_processor_without_wide_vectors_keeps_torch(monkeypatch) -> None:
+    monkeypatch.setattr(build, "_macros", lambda compiler: "#define __AVX2__ 1")
+    found = load_decoder(torch.float32)
+    assert isinstance(found, Unavailable) and "AVX-512" in found.reason
+
+
+@pytest.mark.slow
+def test_a_processor_without_bfloat16_products_gives_the_same(tmp_path: Path) -> None:
+    """The kernels built for the first AVX-512 processors pass the tests of this file and of the trainer's kernels."""
+    code = (
+        "import sys, pytest, gyre.kernels.cpu.build as build;"
+        "build.FLAGS = tuple('-march=skylake-avx512' if 'march' in flag else flag for flag in build.FLAGS);"
+        "sys.exit(pytest.main(['-q', *sys.argv[1:], '-k', 'oracle or company or norm or heads or attention']))"
+    )
+    files = [__file__, str(Path(__file__).with_name("test_kernels_cpu_chunks.py"))]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    ran = subprocess.run([sys.executable, "-c", code, *files], env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout[-2000:]
 
 
 def test_processes_may_race_for_an_empty_cache(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ compiler, its flags and the processor. It is built aside and renamed, so that pr
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import os
 import platform
@@ -24,6 +25,7 @@ SOURCES = Path(__file__).parent
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fopenmp")
 DEADLINE_S = 120.0
 COMPILERS = ("cc", "gcc", "clang")
+NEEDED = "__AVX512BW__"  # a macro of the compiler: with narrower vectors these kernels would lose to torch's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +50,8 @@ def load(source: str, *, bf16: bool) -> ctypes.CDLL | Unavailable:
         return Unavailable(reason=f"there is no C compiler (looked for {', '.join(COMPILERS)})")
     flags = (*FLAGS, f"-DGYRE_BF16={int(bf16)}")
     try:
+        if NEEDED not in _macros(compiler):
+            return Unavailable(reason="the kernels are written for AVX-512, and this processor or compiler has none")
         path = cache_folder() / f"{Path(source).stem}-{_key(compiler, flags)}.so"
         if not path.is_file():
             _compile(compiler, flags, SOURCES / source, path)
@@ -56,6 +60,13 @@ def load(source: str, *, bf16: bool) -> ctypes.CDLL | Unavailable:
         return Unavailable(reason=f"{compiler} failed: {error.stderr.strip()[-300:]}")
     except (OSError, subprocess.TimeoutExpired) as error:
         return Unavailable(reason=f"{type(error).__name__}: {error}")
+
+
+@functools.cache
+def _macros(compiler: str) -> str:
+    """What the compiler defines for this processor."""
+    command = [compiler, *FLAGS, "-dM", "-E", "-x", "c", os.devnull]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=DEADLINE_S).stdout
 
 
 def _key(compiler: str, flags: tuple[str, ...]) -> str:

@@ -142,13 +142,7 @@ static void embed(const Model *m, const Step *s, const Work *w, int64_t block) {
 
 INLINE v16 root_scale(v16 squares, int64_t features, double eps) {
     v16 mean = squares * (1.0f / (float)features) + (float)eps;
-#if defined(__AVX512F__)
     return 1.0f / (v16)_mm512_sqrt_ps((__m512)mean);
-#else
-    v16 y;
-    for (int i = 0; i < LANES; i++) y[i] = 1.0f / sqrtf(mean[i]);
-    return y;
-#endif
 }
 
 static void norm_block(const float *x, const real *weight, int64_t hidden, double eps, uint32_t *panel) {

@@ -1,14 +1,12 @@
-/* Lanes: sixteen numbers at a time. Vector types, conversions, exp, transposes. Written with the compiler's vector
- * extensions, so that it compiles for any processor; AVX-512 and its bfloat16 products are used where there are some.
+/* Lanes: sixteen numbers at a time. Vector types, conversions, exp, transposes. For processors with AVX-512 (build.py
+ * asks for it); its bfloat16 products are used where there are some.
  * GYRE_BF16 = 1: `real`, the type of weights and KV, is bfloat16, and `rounded` rounds to it where torch would.
  * GYRE_BF16 = 0: `real` is float32, and `rounded` does nothing. */
 #pragma once
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
-#if defined(__AVX512F__)
 #include <immintrin.h>
-#endif
 
 #define LANES 16
 #define INLINE static inline __attribute__((always_inline))
@@ -37,11 +35,7 @@ INLINE v16 spread(float x) { return x - (v16){0}; }
 INLINE v16 choose(i16 mask, v16 yes, v16 no) { return (v16)((mask & (i16)yes) | (~mask & (i16)no)); }
 
 INLINE v16 larger(v16 a, v16 b) {
-#if defined(__AVX512F__)
     return (v16)_mm512_max_ps((__m512)a, (__m512)b);
-#else
-    return choose(a > b, a, b);
-#endif
 }
 
 INLINE float max_of(v16 x) {
@@ -51,13 +45,7 @@ INLINE float max_of(v16 x) {
 }
 
 INLINE float sum_of(v16 x) {
-#if defined(__AVX512F__)
     return _mm512_reduce_add_ps((__m512)x);
-#else
-    float part[8];
-    for (int i = 0; i < 8; i++) part[i] = x[i] + x[i + 8];
-    return ((part[0] + part[4]) + (part[2] + part[6])) + ((part[1] + part[5]) + (part[3] + part[7]));
-#endif
 }
 
 INLINE d8 low_half(v16 x) { return __builtin_convertvector(((union { v16 w; v8 h[2]; }){.w = x}).h[0], d8); }
@@ -106,15 +94,8 @@ INLINE v16 exp_of(v16 x) {
     return choose(x > spread(88.722f), spread(INFINITY), y);
 }
 
-#if defined(__has_builtin)
-#if __has_builtin(__builtin_shufflevector)
-#define GYRE_SHUFFLES 1
-#endif
-#endif
-
 /* Turn 16 rows of 16 numbers into columns. */
 INLINE void transpose(v16 r[LANES]) {
-#ifdef GYRE_SHUFFLES
     UNROLL for (int i = 0; i < 8; i++) {
         v16 a = r[i], b = r[i + 8];
         r[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
@@ -135,10 +116,4 @@ INLINE void transpose(v16 r[LANES]) {
         r[i] = __builtin_shufflevector(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
         r[i + 1] = __builtin_shufflevector(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
     }
-#else
-    float from[LANES][LANES];
-    memcpy(from, r, sizeof from);
-    for (int i = 0; i < LANES; i++)
-        for (int j = 0; j < LANES; j++) ((float *)r)[i * LANES + j] = from[j][i];
-#endif
 }

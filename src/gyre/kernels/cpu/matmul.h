@@ -6,11 +6,7 @@
 #pragma once
 #include "lanes.h"
 
-#if defined(__AVX512F__)
 #define GROUP_BLOCKS 4 /* token blocks multiplied at once; the accumulators of a tile fill the registers */
-#else
-#define GROUP_BLOCKS 2
-#endif
 #define PANEL_STEPS 512 /* panel lines (steps × blocks) that stay in the first cache while all rows pass: 32 KiB */
 #define LINE (64 / (int64_t)sizeof(real)) /* numbers in a cache line */
 #define CHUNK_ROWS 48 /* weight rows between two epilogues; a multiple of all tile heights and of 16 */
@@ -77,15 +73,10 @@ INLINE void multiply_blocks(int tile_rows, int blocks, const Product *p, int64_t
 /* out[rows][blocks · 16] for one group of token blocks. */
 static void multiply_strided(const Product *p, int64_t rows, int blocks, float *out) {
     switch (blocks) {
-#if defined(__AVX512F__)
     case 1: multiply_blocks(12, 1, p, rows, out); break;
     case 2: multiply_blocks(12, 2, p, rows, out); break;
     case 3: multiply_blocks(8, 3, p, rows, out); break;
     case 4: multiply_blocks(6, 4, p, rows, out); break;
-#else
-    case 1: multiply_blocks(3, 1, p, rows, out); break;
-    case 2: multiply_blocks(1, 2, p, rows, out); break;
-#endif
     }
 }
 
