@@ -216,7 +216,9 @@ def test_unsound_logits_are_told_and_stay_alone(bad: float) -> None:
 def test_without_a_compiler_the_reason_is_an_event(monkeypatch) -> None:
     monkeypatch.setattr(build.shutil, "which", lambda name: None)
     decoder = Decoder(SPEC, device=CPU, dtype=torch.float32)
-    pool = KvPool(num_layers=2, num_pages=1, num_kv_heads=2, page_tokens=4, head_dim=16, device=CPU, dtype=torch.float32)
+    pool = KvPool(
+        num_layers=2, num_pages=1, num_kv_heads=2, page_tokens=4, head_dim=16, device=CPU, dtype=torch.float32
+    )
     events = []
     step = make_cpu_step(
         decoder, pool, device=CPU, dtype=torch.float32, emit=lambda kind, **fields: events.append((kind, fields))

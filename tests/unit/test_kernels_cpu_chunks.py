@@ -84,15 +84,15 @@ def test_norm(dtype: torch.dtype, tokens: int, vectors: int, through: bool, seed
     tokens=st.integers(1, 30), kv_heads=st.integers(1, 3), group=st.integers(1, 3), dim=st.sampled_from([32, 64, 96]),
     normed=st.booleans(), seed=st.integers(0, 999),
 )  # fmt: skip
-def test_heads(
-    dtype: torch.dtype, tokens: int, kv_heads: int, group: int, dim: int, normed: bool, seed: int
-) -> None:
+def test_heads(dtype: torch.dtype, tokens: int, kv_heads: int, group: int, dim: int, normed: bool, seed: int) -> None:
     counts = (kv_heads * group, kv_heads)
     qkv = randn(tokens, (counts[0] + 2 * kv_heads) * dim, seed=seed, dtype=dtype)
     norms = [randn(dim, seed=seed + i, dtype=dtype) if normed else None for i in (1, 2)]
     cos, sin = rope_tables(torch.arange(tokens) * 7, rope_frequencies(dim, 10_000.0, None, CPU), dtype)
     q, k, v, rstd = turn_heads(qkv, *norms, cos, sin, heads=counts, eps=EPS)
-    upstream = [randn(tokens, count, dim, seed=seed + 3 + i, dtype=dtype) for i, count in enumerate((*counts, kv_heads))]
+    upstream = [
+        randn(tokens, count, dim, seed=seed + 3 + i, dtype=dtype) for i, count in enumerate((*counts, kv_heads))
+    ]
     got = turn_heads_backward((upstream[0], upstream[1], upstream[2]), qkv, rstd, *norms, cos, sin, heads=counts)
     qkv64, *norms64 = wide(qkv, *norms)
     assert qkv64 is not None
@@ -130,9 +130,7 @@ def test_silu_mul(dtype: torch.dtype, tokens: int, vectors: int, seed: int, scal
     lengths=st.lists(st.sampled_from([0, 1, 2, 15, 16, 17, 63, 64, 65, 130, 200]), min_size=1, max_size=5),
     kv_heads=st.integers(1, 2), group=st.integers(1, 3), dim=st.sampled_from([32, 64, 128]), seed=st.integers(0, 999),
 )  # fmt: skip
-def test_attention(
-    dtype: torch.dtype, lengths: list[int], kv_heads: int, group: int, dim: int, seed: int
-) -> None:
+def test_attention(dtype: torch.dtype, lengths: list[int], kv_heads: int, group: int, dim: int, seed: int) -> None:
     tokens = sum(lengths)
     if tokens == 0:
         return

@@ -55,6 +55,7 @@ class CpuStep:
         model.heads, model.kv_heads, model.head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         model.vocab, model.norm_eps = spec.vocab_size, spec.norm_eps
         self._parts = list_parts(decoder)
+        self._ends = (decoder.embed.weight, decoder.final_norm.weight, decoder.head_weight)
         self._weights_P = np.zeros(len(self._parts), dtype=np.uint64)  # addresses
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._logits = torch.empty(0)
@@ -94,11 +95,10 @@ class CpuStep:
 
     def _provide(self, num_positions: int) -> None:
         """Weights, rotary tables, room for the work and for logits, as this step needs them."""
-        model, record, decoder = self._model, self._step, self._decoder
+        model, record = self._model, self._step
         self._weights_P[:] = [0 if part is None else part.data_ptr() for part in self._parts]
         model.weights = _at(self._weights_P)
-        model.embed, model.final_norm = decoder.embed.weight.data_ptr(), decoder.final_norm.weight.data_ptr()
-        model.head = decoder.head_weight.data_ptr()
+        model.embed, model.final_norm, model.head = (end.data_ptr() for end in self._ends)
         if num_positions > len(self._cosines):
             self._cosines, self._sines = self._tables(max(num_positions, 2 * len(self._cosines)))
         model.cosines, model.sines = self._cosines.data_ptr(), self._sines.data_ptr()
@@ -144,4 +144,4 @@ def _sequences(rows: Rows, step: Step) -> tuple[np.ndarray, np.ndarray, np.ndarr
 
 def _at(array: np.ndarray) -> int:
     assert array.flags.c_contiguous
-    return array.ctypes.data
+    return array.__array_interface__["data"][0]  # a fifth of the time of array.ctypes

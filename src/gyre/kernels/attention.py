@@ -1,9 +1,10 @@
 """Causal attention within each of the sequences packed into one row. In: q, k, v over packed tokens, a PackedLayout.
 Out: attended values. Callers: trainer (training and evaluation passes), models.load (verification).
 
-CPU: C kernels attend where the tokens lie. Without them the scores of a padded bucket are plain batched products and one softmax, by blocks of queries so that they stay
-small; in bfloat16 that is several times faster than torch's fused CPU kernel, forward and backward. CUDA: torch's
-variable-length flash kernel. Padding follows its sequence, so causality keeps real tokens from seeing it.
+CPU: C kernels attend where the tokens lie. Without them the scores of a padded bucket are plain batched products and
+one softmax, by blocks of queries so that they stay small; in bfloat16 that is several times faster than torch's fused
+CPU kernel, forward and backward. CUDA: torch's variable-length flash kernel. Padding follows its sequence, so causality
+keeps real tokens from seeing it.
 """
 
 # T packed tokens, H heads, K kv heads, G = H/K, D head dim, B sequences of a bucket, L its padded length, P slots,
@@ -73,8 +74,10 @@ class PackedAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         kernels = kernels_for(grads[0])
         assert kernels is not None
-        longest = max(ctx.layout.lengths)
-        return *kernels.attention_backward(grads[0], *ctx.saved_tensors, ctx.layout.offsets, longest), None
+        q_THD, k_TKD, v_TKD, out_THD, log_total_TH = ctx.saved_tensors
+        offsets, longest = ctx.layout.offsets, max(ctx.layout.lengths)
+        found = kernels.attention_backward(grads[0], q_THD, k_TKD, v_TKD, out_THD, log_total_TH, offsets, longest)
+        return *found, None
 
 
 class BucketedAttention(torch.autograd.Function):

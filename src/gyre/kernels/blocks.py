@@ -71,9 +71,7 @@ class AttentionInputs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         normed_TE, rstd_T1 = rms_norm_forward(x_TE, norm_E, eps)
         qkv_TR = F.linear(normed_TE, qkv_RE, bias_R)
-        q_THD, k_TKD, v_TKD, rstd_TJ1 = turn_heads(
-            qkv_TR, q_norm_D, k_norm_D, cos_T1D, sin_T1D, heads=heads, eps=eps
-        )
+        q_THD, k_TKD, v_TKD, rstd_TJ1 = turn_heads(qkv_TR, q_norm_D, k_norm_D, cos_T1D, sin_T1D, heads=heads, eps=eps)
         ctx.heads = heads
         ctx.save_for_backward(
             x_TE, norm_E, qkv_RE, bias_R, q_norm_D, k_norm_D, cos_T1D, sin_T1D, normed_TE, rstd_T1, qkv_TR, rstd_TJ1

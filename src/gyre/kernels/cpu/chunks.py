@@ -132,7 +132,8 @@ class ChunkKernels:
         )  # fmt: skip
         if q_norm_D is None:
             return grad_qkv_TR, None, None
-        return grad_qkv_TR, *partial_W2D.sum(0).to(qkv_TR.dtype).unbind()
+        grad_norms_2D = partial_W2D.sum(0).to(qkv_TR.dtype)
+        return grad_qkv_TR, grad_norms_2D[0], grad_norms_2D[1]
 
     def silu(self, gate_up_T2M: Tensor) -> Tensor:
         tokens, width = len(gate_up_T2M), gate_up_T2M.shape[1] // 2
