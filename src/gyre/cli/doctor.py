@@ -83,15 +83,14 @@ def _torch() -> list[Finding]:
 
 
 def _c_kernels() -> Finding:
-    """Builds them where they are not in the cache yet, as a run would."""
+    """Builds what a run on this CPU would build, where it is not in the cache yet."""
     from gyre.kernels.cpu import build
 
     for source in build.LIBRARIES:
-        for bf16 in (True, False):
-            library = build.load(source, bf16=bf16)
-            if isinstance(library, build.Unavailable):
-                advice = "runs on the CPU take torch's kernels instead, several times slower; install gcc or clang"
-                return Finding(what="C kernels", verdict="weaker", detail=library.reason, advice=advice)
+        library = build.load(source, bf16=describe_hardware()["flags"]["bf16"])
+        if isinstance(library, build.Unavailable):
+            advice = "runs on the CPU take torch's kernels, several times slower; gcc 12 or clang builds ours"
+            return Finding(what="C kernels", verdict="weaker", detail=library.reason, advice=advice)
     detail = f"built by {build.find_compiler()}, kept in {build.cache_folder()}"
     return Finding(what="C kernels", verdict="ok", detail=detail)
 
