@@ -267,7 +267,7 @@ def test_a_request_that_a_drain_keeps_outside_can_be_aborted_and_passes_its_dead
 
 def test_a_fault_of_ours_answers_everyone_and_a_restart_heals() -> None:
     async def main() -> None:
-        bench = Bench(shared=True)
+        bench = Bench(shared=True, c_kernels=False)
         await bench.engine.start(dummy=False)
         expected = tokens_of(await bench.ask())
         hidden = bench.decoder.hidden

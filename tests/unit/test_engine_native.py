@@ -21,6 +21,7 @@ from gyre.engine.streams import collect
 from gyre.models.load import load_hub
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("both_kernels")
 VOCAB, CONTEXT = 101, 512
 
 
@@ -448,7 +449,7 @@ def test_non_finite_logits_end_the_request_and_poison_nobody(qwen3: Path) -> Non
 
     async def main(batch: list[Request], again: list[Request]):
         with ThreadPoolExecutor(1) as compute:
-            config = EngineConfig(num_pages=60, page_tokens=8, max_running=6, token_budget=512)
+            config = EngineConfig(num_pages=60, page_tokens=8, max_running=6, token_budget=512, c_kernels=False)
             engine = NativeEngine(
                 decoder,
                 config,

@@ -32,7 +32,7 @@ class Finding:
 
 
 def run_doctor(*, quiet: bool) -> Mapping[str, Any]:
-    findings = [*_hardware(), *_torch(), _sandbox(), *_packages()]
+    findings = [*_hardware(), *_torch(), _c_kernels(), _sandbox(), *_packages()]
     if not quiet:
         width = max(len(finding.what) for finding in findings)
         for finding in findings:
@@ -80,6 +80,19 @@ def _torch() -> list[Finding]:
         *found,
         Finding(what="cuda", verdict="missing", detail=why, advice="runs use the CPU; nothing to do for it"),
     ]
+
+
+def _c_kernels() -> Finding:
+    """Builds what a run on this CPU would build, where it is not in the cache yet."""
+    from gyre.kernels.cpu import build
+
+    for source in build.LIBRARIES:
+        library = build.load(source, bf16=describe_hardware()["flags"]["bf16"])
+        if isinstance(library, build.Unavailable):
+            advice = "runs on the CPU take torch's kernels, several times slower; gcc 12 or clang builds ours"
+            return Finding(what="C kernels", verdict="weaker", detail=library.reason, advice=advice)
+    detail = f"built by {build.find_compiler()}, kept in {build.cache_folder()}"
+    return Finding(what="C kernels", verdict="ok", detail=detail)
 
 
 def _sandbox() -> Finding:

@@ -56,6 +56,8 @@ class KvPool:
 
     def copy_pages(self, copies: tuple[tuple[int, int], ...]) -> None:
         """Copy whole pages, all layers at once."""
+        if not copies:
+            return
         pairs = torch.tensor(copies, device=self.tensor.device)
         self.tensor.index_copy_(1, pairs[:, 1], self.tensor.index_select(1, pairs[:, 0]))
 

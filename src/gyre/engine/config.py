@@ -81,6 +81,10 @@ class EngineConfig(Section):
     burst_steps: int = Field(
         default=16, ge=1, description="Steps run between two looks at the event loop when nothing came out or in."
     )
+    c_kernels: bool = Field(
+        default=True,
+        description="On a CPU, run steps through C kernels where a C compiler is there; false always takes torch.",
+    )
     drain_deadline_s: float = Field(
         default=600.0, gt=0.0, description="Seconds that a commit with policy drain waits for requests in flight."
     )

@@ -10,6 +10,8 @@ import torch
 from gyre.core.errors import InputError
 from gyre.engine.attention import KvPool
 from gyre.engine.config import EngineConfig
+from gyre.engine.cpu_runner import CpuRunner
+from gyre.engine.cpu_step import why_not_c
 from gyre.engine.runner import Runner, StepRunner
 from gyre.models.decoder import Decoder
 
@@ -18,38 +20,49 @@ FUSED_HEAD_DIMS = (16, 32, 64, 128)
 
 
 def choose_runner(decoder: Decoder, pool: KvPool, config: EngineConfig, *, emit: Callable[..., None]) -> StepRunner:
-    """Return the fused runner on a CUDA device where its kernels fit, else the one in plain torch; say which."""
-    reason = "not a CUDA device" if decoder.device.type != "cuda" else why_not_fused(decoder, pool)
+    """Return the fused runner on a CUDA device, the one of the C kernels on a CPU, and where these cannot serve, the
+    one in plain torch; say which."""
+    on_gpu = decoder.device.type == "cuda"
+    reason = why_not_fused(decoder, pool) if on_gpu else why_not_kernels(decoder, config)
     if config.batch_invariant and reason is not None:
         raise InputError(
-            f"engine.batch_invariant needs the fused runner, which cannot run here: {reason}",
-            hint="use a CUDA device and a model that the fused kernels take, or set engine.batch_invariant = false",
+            f"engine.batch_invariant needs the engine's own kernels, which cannot run here: {reason}",
+            hint="run `gyre doctor` for what this machine lacks, or set engine.batch_invariant = false",
         )
-    if decoder.device.type == "cuda":
-        if reason is None:
-            from gyre.engine.gpu_runner import GpuRunner  # here, since a CPU has no Triton
+    if reason is not None:
+        emit("engine.torch_kernels", reason=reason)
+        return Runner(
+            decoder,
+            pool,
+            max_running=config.max_running,
+            device=decoder.device,
+            dtype=decoder.dtype,
+            rows_at_once=config.rows_at_once,
+        )
+    if not on_gpu:
+        return CpuRunner(decoder, pool, rows_at_once=config.rows_at_once)
+    from gyre.engine.gpu_runner import GpuRunner  # here, since a CPU has no Triton
 
-            runner = GpuRunner(
-                decoder,
-                pool,
-                max_running=config.max_running,
-                token_budget=config.token_budget,
-                rows_at_once=config.rows_at_once,
-                invariant=config.batch_invariant,
-                emit=emit,
-            )
-            graphs = runner.capture_all()
-            emit("engine.runner", runner="fused", graphs=graphs, batch_invariant=config.batch_invariant)
-            return runner
-        emit("engine.runner", runner="torch", reason=reason)
-    return Runner(
+    runner = GpuRunner(
         decoder,
         pool,
         max_running=config.max_running,
-        device=decoder.device,
-        dtype=decoder.dtype,
+        token_budget=config.token_budget,
         rows_at_once=config.rows_at_once,
+        invariant=config.batch_invariant,
+        emit=emit,
     )
+    emit("engine.graphs_captured", graphs=runner.capture_all(), batch_invariant=config.batch_invariant)
+    return runner
+
+
+def why_not_kernels(decoder: Decoder, config: EngineConfig) -> str | None:
+    """Return why the C kernels cannot serve, or None."""
+    if not config.c_kernels:
+        return "engine.c_kernels = false"
+    if config.overlap:
+        return "engine.overlap = true: the C kernels read the last tokens from the host"
+    return why_not_c(decoder)
 
 
 def why_not_fused(decoder: Decoder, pool: KvPool) -> str | None:

@@ -1,5 +1,5 @@
 """Scoring: prompt log-probs of one step, for the prompts that ask. In: the Step with its layout and hidden states. Out:
-numbers on the device, and later the Pieces that they are. Callers: runner, gpu_runner.
+numbers on the device, and later the Pieces that they are. Callers: runners.
 """
 
 # T tokens of the step, Q targets scored, C chunks, E hidden size, K best tokens
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from gyre.engine.attention import to_device
@@ -27,6 +28,47 @@ class Scores:
     numbers: Tensor  # float64 [Q, 1 + 2K]: own log-prob, ids of the best, their log-probs
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Targets:
+    """Prompt tokens to score in one step."""
+
+    spans: tuple[tuple[PromptBook, int, int], ...]
+    place_Q: np.ndarray  # int64, the token of the step whose hidden state each target follows
+    token_Q: np.ndarray  # int64
+
+
+def find_targets(rows: Rows, step: Step, place_C: np.ndarray) -> Targets | None:
+    """Return the targets that the step's chunks give and nobody knows yet. place_C: where each chunk's first token lies
+    in the step. None when no chunk's prompt asks."""
+    spans, places, tokens = [], [], []
+    for chunk, place in zip(step.chunks, place_C.tolist(), strict=True):
+        book = rows.sequence_at(chunk.row).book
+        if book is None:
+            continue
+        first, count = book.wanted(chunk.start, chunk.count)
+        if count:
+            spans.append((book, first, count))
+            places.append(place + first - 1 - chunk.start + np.arange(count))
+            tokens.append(rows.tokens_RW[chunk.row, first : first + count].astype(np.int64))
+    if not spans:
+        return None
+    return Targets(spans=tuple(spans), place_Q=np.concatenate(places), token_Q=np.concatenate(tokens))
+
+
+def score(targets: Targets, hidden_QE: Tensor, project: Callable[[Tensor], Tensor], *, rows_at_once: int) -> Scores:
+    """Score targets by the hidden states that they follow, one each."""
+    device = hidden_QE.device
+    numbers = score_targets(
+        hidden_QE,
+        torch.arange(len(targets.token_Q), device=device),
+        to_device(targets.token_Q, device),
+        project,
+        best=max(book.best for book, _, _ in targets.spans),
+        rows_at_once=rows_at_once,
+    )
+    return Scores(spans=targets.spans, numbers=numbers)
+
+
 def score_prompts(
     rows: Rows,
     step: Step,
@@ -36,30 +78,12 @@ def score_prompts(
     *,
     rows_at_once: int,
 ) -> Scores | None:
-    """Score the targets that the step's chunks give and nobody knows yet. place_C: where each chunk's first token lies
-    in the step. None when no chunk's prompt asks."""
-    spans, places, targets = [], [], []
-    for chunk, place in zip(step.chunks, place_C.tolist(), strict=True):
-        book = rows.sequence_at(chunk.row).book
-        if book is None:
-            continue
-        first, count = book.wanted(chunk.start, chunk.count)
-        if count:
-            spans.append((book, first, count))
-            places.append(place + first - 1 - chunk.start + np.arange(count))
-            targets.append(rows.tokens_RW[chunk.row, first : first + count].astype(np.int64))
-    if not spans:
+    """Find and score the targets of a step, given all of its hidden states."""
+    targets = find_targets(rows, step, place_C)
+    if targets is None:
         return None
-    device = hidden_TE.device
-    numbers = score_targets(
-        hidden_TE,
-        to_device(np.concatenate(places), device),
-        to_device(np.concatenate(targets), device),
-        project,
-        best=max(book.best for book, _, _ in spans),
-        rows_at_once=rows_at_once,
-    )
-    return Scores(spans=tuple(spans), numbers=numbers)
+    hidden_QE = hidden_TE.index_select(0, to_device(targets.place_Q, hidden_TE.device))
+    return score(targets, hidden_QE, project, rows_at_once=rows_at_once)
 
 
 def pieces_of(scores: Scores, numbers: np.ndarray) -> tuple[Piece, ...]:

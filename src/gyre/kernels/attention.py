@@ -1,9 +1,10 @@
 """Causal attention within each of the sequences packed into one row. In: q, k, v over packed tokens, a PackedLayout.
 Out: attended values. Callers: trainer (training and evaluation passes), models.load (verification).
 
-CPU: the scores of a padded bucket are plain batched products and one softmax, by blocks of queries so that they stay
-small; in bfloat16 that is several times faster than torch's fused CPU kernel, forward and backward. CUDA: torch's
-variable-length flash kernel. Padding follows its sequence, so causality keeps real tokens from seeing it.
+CPU: C kernels attend where the tokens lie. Without them the scores of a padded bucket are plain batched products and
+one softmax, by blocks of queries so that they stay small; in bfloat16 that is several times faster than torch's fused
+CPU kernel, forward and backward. CUDA: torch's variable-length flash kernel. Padding follows its sequence, so causality
+keeps real tokens from seeing it.
 """
 
 # T packed tokens, H heads, K kv heads, G = H/K, D head dim, B sequences of a bucket, L its padded length, P slots,
@@ -20,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gyre.kernels.cpu.chunks import kernels_for
+from gyre.kernels.heads import WHOLE_HEAD
 from gyre.kernels.layout import KEEP_TOKENS, QUERY_BLOCK, PackedLayout
 
 __all__ = ["PackedLayout", "varlen_attention"]
@@ -32,6 +35,8 @@ def varlen_attention(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: Packed
         return q_THD
     if q_THD.is_cuda and q_THD.dtype in (torch.bfloat16, torch.float16):
         return flash_attention(q_THD, k_TKD, v_TKD, layout)
+    if kernels_for(q_THD, q_THD.shape[2], unit=WHOLE_HEAD) and q_THD.dtype == k_TKD.dtype == v_TKD.dtype:
+        return PackedAttention.apply(q_THD, k_TKD, v_TKD, layout)
     return BucketedAttention.apply(q_THD, k_TKD, v_TKD, layout)
 
 
@@ -47,6 +52,32 @@ def flash_attention(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: PackedL
     out_THD = varlen_attn(q_THD, k_TKD, v_TKD, layout.offsets, layout.offsets, longest, longest, **options)
     assert isinstance(out_THD, Tensor)
     return out_THD
+
+
+class PackedAttention(torch.autograd.Function):
+    """By the C kernels, where the tokens lie. Keeps one number per query and head for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: PackedLayout) -> Tensor:
+        kernels = kernels_for(q_THD)
+        assert kernels is not None
+        q_THD, k_TKD = q_THD.contiguous(), k_TKD.contiguous()
+        if v_TKD.stride()[1:] != (v_TKD.shape[2], 1):
+            v_TKD = v_TKD.contiguous()
+        out_THD, log_total_TH = kernels.attention(q_THD, k_TKD, v_TKD, layout.offsets, max(layout.lengths))
+        ctx.layout = layout
+        ctx.save_for_backward(q_THD, k_TKD, v_TKD, out_THD, log_total_TH)
+        return out_THD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        kernels = kernels_for(grads[0])
+        assert kernels is not None
+        q_THD, k_TKD, v_TKD, out_THD, log_total_TH = ctx.saved_tensors
+        offsets, longest = ctx.layout.offsets, max(ctx.layout.lengths)
+        found = kernels.attention_backward(grads[0], q_THD, k_TKD, v_TKD, out_THD, log_total_TH, offsets, longest)
+        return *found, None
 
 
 class BucketedAttention(torch.autograd.Function):

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gyre.kernels.heads import turn_heads, turn_heads_backward
 from gyre.kernels.norm import rms_norm_backward, rms_norm_forward
-from gyre.kernels.rope import turn, turn_back
 from gyre.kernels.silu import silu_mul_backward, silu_mul_forward
 
 
@@ -69,20 +69,12 @@ class AttentionInputs(torch.autograd.Function):
         heads: tuple[int, int],
         eps: float,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        num_heads, num_kv_heads = heads
         normed_TE, rstd_T1 = rms_norm_forward(x_TE, norm_E, eps)
         qkv_TR = F.linear(normed_TE, qkv_RE, bias_R)
-        heads_TRD = qkv_TR.view(len(x_TE), -1, cos_T1D.shape[-1])
-        qk_TJD, v_TKD = heads_TRD.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
-        raw_TJD = rstd_TJ1 = None
-        if q_norm_D is not None and k_norm_D is not None:
-            raw_TJD = qk_TJD
-            weight_JD = torch.cat([q_norm_D.expand(num_heads, -1), k_norm_D.expand(num_kv_heads, -1)])
-            qk_TJD, rstd_TJ1 = rms_norm_forward(raw_TJD, weight_JD, eps)
-        q_THD, k_TKD = turn(qk_TJD, cos_T1D, sin_T1D).split([num_heads, num_kv_heads], dim=1)
+        q_THD, k_TKD, v_TKD, rstd_TJ1 = turn_heads(qkv_TR, q_norm_D, k_norm_D, cos_T1D, sin_T1D, heads=heads, eps=eps)
         ctx.heads = heads
         ctx.save_for_backward(
-            x_TE, norm_E, qkv_RE, bias_R, q_norm_D, k_norm_D, cos_T1D, sin_T1D, normed_TE, rstd_T1, raw_TJD, rstd_TJ1
+            x_TE, norm_E, qkv_RE, bias_R, q_norm_D, k_norm_D, cos_T1D, sin_T1D, normed_TE, rstd_T1, qkv_TR, rstd_TJ1
         )
         return x_TE, q_THD, k_TKD, v_TKD
 
@@ -91,19 +83,15 @@ class AttentionInputs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_x_TE, grad_q_THD, grad_k_TKD, grad_v_TKD = grads
         (
-            x_TE, norm_E, qkv_RE, bias_R, q_norm_D, k_norm_D, cos_T1D, sin_T1D, normed_TE, rstd_T1, raw_TJD, rstd_TJ1
+            x_TE, norm_E, qkv_RE, bias_R, q_norm_D, k_norm_D, cos_T1D, sin_T1D, normed_TE, rstd_T1, qkv_TR, rstd_TJ1
         ) = ctx.saved_tensors  # fmt: skip
-        grad_q_THD, grad_k_TKD = turn_back(grad_q_THD, cos_T1D, sin_T1D), turn_back(grad_k_TKD, cos_T1D, sin_T1D)
-        grad_q_norm_D = grad_k_norm_D = None
-        if raw_TJD is not None:
-            (raw_q, raw_k), (rstd_q, rstd_k) = raw_TJD.split(ctx.heads, dim=1), rstd_TJ1.split(ctx.heads, dim=1)
-            grad_q_THD, grad_q_norm_D = rms_norm_backward(grad_q_THD, raw_q, rstd_q, q_norm_D)
-            grad_k_TKD, grad_k_norm_D = rms_norm_backward(grad_k_TKD, raw_k, rstd_k, k_norm_D)
-        grad_qkv_TR = torch.cat([grad_q_THD, grad_k_TKD, grad_v_TKD], dim=1).flatten(1)
+        grad_qkv_TR, grad_q_norm_D, grad_k_norm_D = turn_heads_backward(
+            (grad_q_THD, grad_k_TKD, grad_v_TKD), qkv_TR, rstd_TJ1, q_norm_D, k_norm_D, cos_T1D, sin_T1D,
+            heads=ctx.heads,
+        )  # fmt: skip
         grad_qkv_RE = grad_qkv_TR.t() @ normed_TE
         grad_bias_R = grad_qkv_TR.sum(0) if bias_R is not None else None
-        grad_TE, grad_norm_E = rms_norm_backward(grad_qkv_TR @ qkv_RE, x_TE, rstd_T1, norm_E)
-        grad_TE.add_(grad_x_TE)
+        grad_TE, grad_norm_E = rms_norm_backward(grad_qkv_TR @ qkv_RE, x_TE, rstd_T1, norm_E, grad_x_TE)
         return grad_TE, grad_norm_E, grad_qkv_RE, grad_bias_R, grad_q_norm_D, grad_k_norm_D, None, None, None, None
 
 
@@ -140,7 +128,8 @@ class LayerOutput(torch.autograd.Function):
         grad_down_EM = grad_TE.t() @ product_TM
         grad_gate_up_T2M = silu_mul_backward(grad_TE @ down_EM, gate_up_T2M, activated_TM)
         grad_gate_up_2ME = grad_gate_up_T2M.t() @ normed_TE
-        grad_middle_TE, grad_norm_E = rms_norm_backward(grad_gate_up_T2M @ gate_up_2ME, middle_TE, rstd_T1, norm_E)
-        grad_middle_TE.add_(grad_TE)
+        grad_middle_TE, grad_norm_E = rms_norm_backward(
+            grad_gate_up_T2M @ gate_up_2ME, middle_TE, rstd_T1, norm_E, grad_TE
+        )
         grad_out_EA = grad_middle_TE.t() @ attended_TA
         return grad_middle_TE, grad_middle_TE @ out_EA, grad_out_EA, grad_norm_E, grad_gate_up_2ME, grad_down_EM, None

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gyre.kernels.cpu.chunks import kernels_for
+
 BLOCK_LOGITS = 2**24  # logits alive at a time
 FEWEST_COLUMNS = 1024  # of a vocabulary block: below it products are too thin to be fast
 FORBIDDEN = -1e30  # logit outside the support: far below any other, and 0 · FORBIDDEN is 0, unlike with -inf
@@ -60,6 +62,15 @@ class TokenLogprobs(torch.autograd.Function):
         ids_Z: Tensor | None,
         blocks: tuple[tuple[int, int], ...],
     ) -> tuple[Tensor, Tensor]:
+        if rows_Z is None and len(blocks) == 1 and (kernels := kernels_for(hidden_NE, len(head_weight_VE))):
+            logits_NV = hidden_NE @ head_weight_VE.t()
+            logprobs_N, entropy_N, total_N = kernels.logprobs(logits_NV, temperature_N.float(), targets_N)
+            ctx.blocks = None  # the C kernels' case: what is kept are the logits
+            ctx.save_for_backward(
+                hidden_NE, head_weight_VE, targets_N, temperature_N, None, None, total_N, logprobs_N, logits_NV
+            )
+            ctx.mark_non_differentiable(entropy_N)
+            return logprobs_N, entropy_N
         totals, means, kept_NV = [], [], None
         target_N = None
         for start, stop in blocks:
@@ -88,6 +99,11 @@ class TokenLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden_NE, weight_VE, targets_N, temperature_N, rows_Z, ids_Z, total_N, logprobs_N, kept_NV = ctx.saved_tensors
+        if ctx.blocks is None:
+            kernels, grad_NV = kernels_for(hidden_NE), kept_NV.clone()
+            assert kernels is not None
+            kernels.logprobs_backward(grad_NV, temperature_N.float(), targets_N, logprobs_N, total_N, grads[0].float())
+            return grad_NV @ weight_VE, grad_NV.t() @ hidden_NE, None, None, None, None, None
         scale_N = grads[0] / temperature_N
         # 1 - p of the target from the log-prob: p itself, rounded to bfloat16, would lose it when p is near 1.
         at_target_N = (-scale_N * torch.expm1(logprobs_N)).to(hidden_NE.dtype)

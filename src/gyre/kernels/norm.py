@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gyre.kernels.cpu.chunks import kernels_for
+
 
 def rms_norm(x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     return RmsNorm.apply(x_NE, weight_E, eps)
@@ -23,6 +25,8 @@ def rms_norm_forward(x_NE: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor
     """Return the normalised rows and rstd_N1, which the backward pass needs. Rows are the last axis; the weight may
     have leading axes too (a weight per head)."""
     features = x_NE.shape[-1]
+    if weight_E.dim() == 1 and (kernels := kernels_for(x_NE, features)):
+        return kernels.norm(x_NE, weight_E, eps)
     if x_NE.is_cuda:
         scaled_NE, rstd_N1 = torch.ops.aten._fused_rms_norm(x_NE, [features], None, eps)
         return scaled_NE.mul_(weight_E), rstd_N1
@@ -33,8 +37,17 @@ def rms_norm_forward(x_NE: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor
     return torch.mul(x_NE, rstd_N1, out=scaled_NE).mul_(weight_E), rstd_N1
 
 
-def rms_norm_backward(grad_NE: Tensor, x_NE: Tensor, rstd_N1: Tensor, weight_E: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x and of the weight."""
+def rms_norm_backward(
+    grad_NE: Tensor, x_NE: Tensor, rstd_N1: Tensor, weight_E: Tensor, through_NE: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x and of the weight. `through_NE`, another gradient of x, is added to the former."""
+    if kernels := kernels_for(x_NE, x_NE.shape[-1]):
+        return kernels.norm_backward(grad_NE, x_NE, rstd_N1, weight_E, through_NE)
+    grad_x_NE, grad_weight_E = _backward_by_torch(grad_NE, x_NE, rstd_N1, weight_E)
+    return grad_x_NE if through_NE is None else grad_x_NE.add_(through_NE), grad_weight_E
+
+
+def _backward_by_torch(grad_NE: Tensor, x_NE: Tensor, rstd_N1: Tensor, weight_E: Tensor) -> tuple[Tensor, Tensor]:
     features = list(weight_E.shape)
     rstd_N1 = rstd_N1.contiguous()  # both kernels below read it as if it were
     if grad_NE.is_cuda:

@@ -1,0 +1,76 @@
+"""CPU runner: one Step through the C kernels, done when `launch` returns. In: rows and a Step. Out: a Flight. Caller:
+cycle. Chosen by runners; decode inputs come from the rows, so nothing may be in flight when a step is launched.
+"""
+
+# N rows that choose, Q prompt tokens scored, C chunks
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from gyre.engine.attention import KvPool
+from gyre.engine.cpu_step import CpuStep
+from gyre.engine.draws import uniforms
+from gyre.engine.rows import Rows
+from gyre.engine.rulebook import RuleBook
+from gyre.engine.runner import Flight, TorchFlight
+from gyre.engine.scheduler import Step
+from gyre.engine.scoring import find_targets, score
+from gyre.engine.settle import Sampled
+from gyre.models.decoder import Decoder
+
+
+class Landed:
+    """A step whose results are on the host already."""
+
+    def __init__(self, sampled: Sampled) -> None:
+        self._sampled = sampled
+
+    def fetch(self) -> Sampled:
+        return self._sampled
+
+
+class CpuRunner:
+    """Rows that ask for nothing but a temperature are served by one call; others choose by torch, on logits of it."""
+
+    def __init__(self, decoder: Decoder, pool: KvPool, *, rows_at_once: int) -> None:
+        self.decoder, self.pool = decoder, pool
+        self._step = CpuStep(decoder, pool)
+        self._rows_at_once = rows_at_once  # of logits, where prompts are scored
+        self._rules = RuleBook(decoder.spec.vocab_size, decoder.device, rows_at_once=rows_at_once)
+
+    @torch.inference_mode()
+    def launch(self, rows: Rows, step: Step) -> Flight:
+        row_N = step.sample_rows
+        uniform_N = uniforms(rows.key_R[row_N], step.sample_positions - rows.prompt_R[row_N])
+        targets = find_targets(rows, step, _places(step))
+        plain = not (rows.truncated_R[row_N] | rows.shaped_R[row_N] | (rows.told_R[row_N] > 0)).any()
+        if plain and targets is None:
+            flight: Flight = Landed(self._step.choose(rows, step, _inverse(rows.temperature_R[row_N]), uniform_N))
+            self.pool.copy_pages(step.copies)
+            return flight
+        scores = None
+        if targets is None:
+            logits_NV = self._step.logits(rows, step)
+        else:
+            hidden_QE = self._step.hidden(rows, step, targets.place_Q)
+            logits_NV = self.decoder.logits(hidden_QE[: len(row_N)]).float()
+            scores = score(targets, hidden_QE[len(row_N) :], self.decoder.logits, rows_at_once=self._rows_at_once)
+        self.pool.copy_pages(step.copies)
+        if len(row_N) == 0:
+            return TorchFlight(None, None, scores)
+        choice, rules = self._rules.choose(logits_NV, rows, step, torch.from_numpy(uniform_N))
+        return TorchFlight(choice, rules, scores)
+
+
+def _places(step: Step) -> np.ndarray:
+    """Where the first token of each chunk lies in the step, behind the decoding ones."""
+    count_C = np.asarray([chunk.count for chunk in step.chunks], dtype=np.int64)
+    return len(step.decode_rows) + np.cumsum(count_C) - count_C
+
+
+def _inverse(temperature_N: np.ndarray) -> np.ndarray:
+    """1 / temperature in float32; 0 where greedy."""
+    inverse_N = np.zeros(len(temperature_N), dtype=np.float32)
+    return np.divide(np.float32(1.0), temperature_N, out=inverse_N, where=temperature_N > 0.0)

@@ -1,0 +1,100 @@
+/* Matrix products with tokens in lanes: out[n][token] = Σ_k weight[n][k] · panel[k][token].
+ * Weights are read where they lie, row by row, one number (or bfloat16 pair) spread over the lanes; sixteen tokens are
+ * one vector. So a weight is never repacked, and the sum of one token runs over k in one order, whatever tokens share
+ * its step: the result of a token does not depend on the batch.
+ * A panel holds blocks of 16 tokens: [block][k / PAIR][lane], each lane 32 bits wide. */
+#pragma once
+#include "lanes.h"
+
+#define GROUP_BLOCKS 4 /* token blocks multiplied at once; the accumulators of a tile fill the registers */
+#define PANEL_STEPS 512 /* panel lines (steps × blocks) that stay in the first cache while all rows pass: 32 KiB */
+#define LINE (64 / (int64_t)sizeof(real)) /* numbers in a cache line */
+#define CHUNK_ROWS 48 /* weight rows between two epilogues; a multiple of all tile heights and of 16 */
+
+INLINE uint32_t weight_bits(const real *at) {
+    uint32_t bits;
+    memcpy(&bits, at, sizeof bits);
+    return bits;
+}
+
+/* acc + weight · x, over the pair when lanes hold pairs. */
+INLINE v16 multiply_add(v16 acc, u16 x, uint32_t weight) {
+#if !GYRE_BF16
+    return acc + (v16)x * ((union { uint32_t u; float f; }){weight}).f;
+#elif defined(__AVX512BF16__)
+    return (v16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)x, (__m512bh)_mm512_set1_epi32((int)weight));
+#else
+    float low = ((union { uint32_t u; float f; }){weight << 16}).f;
+    float high = ((union { uint32_t u; float f; }){weight & 0xffff0000u}).f;
+    return (acc + (v16)(x << 16) * low) + (v16)(x & 0xffff0000u) * high;
+#endif
+}
+
+/* One product: `rows` rows of weights, `stride` apart, of `inner` numbers; a panel of blocks `block_stride` apart. */
+typedef struct {
+    const real *weight;
+    int64_t stride, inner;
+    const uint32_t *panel;
+    int64_t block_stride;
+} Product;
+
+/* Steps [begin, end) of the sums; those before it lie in `out` already. */
+INLINE void tile(int rows, int blocks, const Product *p, int64_t row, int64_t begin, int64_t end, float *out) {
+    const real *weight = p->weight + row * p->stride;
+    v16 acc[12][GROUP_BLOCKS];
+    UNROLL for (int i = 0; i < rows; i++)
+        UNROLL for (int j = 0; j < blocks; j++)
+            acc[i][j] = begin ? load(out + ((row + i) * blocks + j) * LANES) : (v16){0};
+    for (int64_t k = begin; k < end; k++) {
+        if (k % (LINE / PAIR) == 0) /* the next tile's rows: too short for the processor to foresee them */
+            UNROLL for (int i = 0; i < rows; i++) __builtin_prefetch(weight + (rows + i) * p->stride + k * PAIR);
+        u16 x[GROUP_BLOCKS];
+        UNROLL for (int j = 0; j < blocks; j++) x[j] = *(const u16 *)(p->panel + j * p->block_stride + k * LANES);
+        UNROLL for (int i = 0; i < rows; i++) {
+            uint32_t bits = weight_bits(weight + i * p->stride + k * PAIR);
+            UNROLL for (int j = 0; j < blocks; j++) acc[i][j] = multiply_add(acc[i][j], x[j], bits);
+        }
+    }
+    UNROLL for (int i = 0; i < rows; i++)
+        UNROLL for (int j = 0; j < blocks; j++) store(out + ((row + i) * blocks + j) * LANES, acc[i][j]);
+}
+
+INLINE void multiply_blocks(int tile_rows, int blocks, const Product *p, int64_t rows, float *out) {
+    int64_t steps = p->inner / PAIR, most = PANEL_STEPS / blocks;
+    for (int64_t begin = 0; begin < steps; begin += most) {
+        int64_t end = begin + most < steps ? begin + most : steps, n = 0;
+        for (; n + tile_rows <= rows; n += tile_rows) tile(tile_rows, blocks, p, n, begin, end, out);
+        if (tile_rows > 4)
+            for (; n + 4 <= rows; n += 4) tile(4, blocks, p, n, begin, end, out);
+        for (; n < rows; n++) tile(1, blocks, p, n, begin, end, out);
+    }
+}
+
+/* out[rows][blocks · 16] for one group of token blocks. */
+static void multiply_strided(const Product *p, int64_t rows, int blocks, float *out) {
+    switch (blocks) {
+    case 1: multiply_blocks(12, 1, p, rows, out); break;
+    case 2: multiply_blocks(12, 2, p, rows, out); break;
+    case 3: multiply_blocks(8, 3, p, rows, out); break;
+    case 4: multiply_blocks(6, 4, p, rows, out); break;
+    }
+}
+
+INLINE void multiply(
+    const real *weight, int64_t inner, int64_t rows, const uint32_t *panel, int blocks, float *out) {
+    Product p = {weight, inner, inner, panel, inner / PAIR * LANES};
+    multiply_strided(&p, rows, blocks, out);
+}
+
+/* Pack two rows of lanes (features k and k + 1), rounded, into the lanes at `at`; into two rows, `stride` apart, where
+ * a lane holds one number. */
+INLINE void pack_rows(uint32_t *at, int64_t stride, v16 first, v16 second) {
+#if GYRE_BF16
+    *(u16_any *)at = (rounded_bits(first) >> 16) | rounded_bits(second);
+#else
+    *(v16_any *)at = first;
+    *(v16_any *)(at + stride) = second;
+#endif
+}
+
+INLINE void pack(uint32_t *at, v16 first, v16 second) { pack_rows(at, LANES, first, second); }
