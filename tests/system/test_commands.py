@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,54 @@ def test_eval_of_a_model_folder_with_a_config(finished: Path) -> None:
     )
     assert answer.code == 0, answer.err
     assert answer.json["n"] == 5
+
+
+def test_eval_says_which_problems_and_what_failed(finished: Path) -> None:
+    folder = finished.parent.parent
+    reward = '[{kind="function", path="system_rewards:gives_nan"}]'
+    answer = gyre("eval", finished, "--problems", "4", "--set", f"rewards.parts={reward}", "--json", folder=folder)
+    assert answer.code == 0, answer.err
+    assert answer.json["source"] == "reasoning_gym/chain_sum" and answer.json["value"] == 0.0
+    assert answer.json["counted"]["warn.reward_failed"] == 4
+    told = gyre("eval", finished, "--problems", "4", folder=folder)
+    assert "4 held-out problems of reasoning_gym/chain_sum" in told.err
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (("--problems", "100000"), "--problems = 100000"),
+        (("--set", "rewards.parts=[]", "--set", 'objective={kind="sft"}'), "no rule reward"),
+    ],
+)
+def test_eval_refuses_what_it_cannot_measure(finished: Path, more: tuple[str, ...], words: str) -> None:
+    answer = gyre("eval", finished, *more, "--json", folder=finished)
+    assert answer.code == 2, answer.err
+    assert words in answer.json["error"]["message"] and answer.json["error"]["hint"]
+
+
+def test_a_reward_model_is_not_asked_for_answers(finished: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(finished / "export", model)
+    (model / "scalar_head.safetensors").touch()
+    for argv in (("eval", model), ("chat", model, "--prompt", QUESTION)):
+        answer = gyre(*argv, "--json", folder=tmp_path)
+        assert answer.code == 2 and "reward model" in answer.json["error"]["message"]
+
+
+def test_a_folder_with_quotes_in_its_name(finished: Path, tmp_path: Path) -> None:
+    model = tmp_path / 'a "b" \\c'
+    shutil.copytree(finished / "export", model)
+    answer = gyre("chat", model, "--prompt", QUESTION, "--max-tokens", "2", "--json", folder=tmp_path)
+    assert answer.code == 0, answer.err
+
+
+def test_a_place_that_holds_no_run_folder(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a file")
+    config = write_config(tmp_path)
+    answer = gyre("train", config, "--set", f"run.folder={tmp_path / 'taken'}", "--json", folder=tmp_path)
+    assert answer.code == 2, answer.err
+    assert "taken" in answer.json["error"]["message"] and "run.folder" in answer.json["error"]["hint"]
 
 
 def test_chat_is_what_transformers_generates(finished: Path) -> None:

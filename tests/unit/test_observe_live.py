@@ -62,6 +62,20 @@ def test_fast_steps_do_not_flood_but_the_last_is_shown(tmp_path: Path) -> None:
     assert [line.split("]")[0] for line in stream.getvalue().splitlines()[1:]] == ["[sft 1/300", "[sft 300/300"]
 
 
+def test_a_reward_model_is_not_to_be_talked_to(tmp_path: Path) -> None:
+    log, stream = EventLog(tmp_path / "events.jsonl", attempt=1, clock=Clock()), io.StringIO()
+    progress = LineProgress(Console(file=stream, width=300))
+    log.subscribe(progress)
+    log.emit("eval.done", name="pair_accuracy", accuracy=0.93, n=500, step=4)
+    log.emit("eval.done", name="preference_accuracy", accuracy=0.75, n=40, step=4)
+    log.emit("run.done")
+    progress.summary(tmp_path)
+    printed = stream.getvalue()
+    assert "held-out pair accuracy 93.0%" in printed and "held-out preference accuracy 75.0%" in printed
+    assert f"next     gyre report {tmp_path}" in printed
+    assert "gyre chat" not in printed and "gyre eval" not in printed
+
+
 def test_summary_shows_before_after_and_what_to_type(tmp_path: Path) -> None:
     run_rows(tmp_path, Clock())
     stream = io.StringIO()

@@ -18,7 +18,12 @@ def run_eval(
 
     result = evaluate(model, settings, num_problems=num_problems)
     if not quiet:
-        print(f"{result['metric']} {result['value']:.1%} on {result['n']} held-out problems", file=sys.stderr)
+        print(
+            f"{result['metric']} {result['value']:.1%} on {result['n']} held-out problems of {result['source']}",
+            file=sys.stderr,
+        )
         for name, value in result["detail"].items():
             print(f"  {name} {value:.3f}", file=sys.stderr)
+        for kind, number in result["counted"].items():
+            print(f"  {kind} × {number}", file=sys.stderr)
     return result

@@ -30,7 +30,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object as t
 
 @app.command()
 def train(
-    config: Annotated[Path | None, typer.Argument(metavar="[RUN.toml]", help="The run's config; see configs/.")] = None,
+    config: Annotated[Path | None, typer.Argument(metavar="RUN.toml", help="The run's config; see configs/.")] = None,
     set_: Overrides = None,
     resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Go on with a stopped run, exactly.")] = None,
     stage: Annotated[str, typer.Option(help="Which stages to run: all, cold_start or main.")] = "all",
@@ -62,7 +62,7 @@ def evaluate(
     target: Target,
     config: Annotated[Path | None, typer.Option(help="Config with data and rewards, for a model folder.")] = None,
     set_: Overrides = None,
-    problems: Annotated[int, typer.Option(help="Held-out problems; 0 takes the config's number.")] = 0,
+    problems: Annotated[int, typer.Option(min=0, help="Held-out problems; 0 takes the config's number.")] = 0,
     json: AsJson = False,
 ) -> None:
     """Measure accuracy on held-out problems."""
@@ -75,8 +75,8 @@ def evaluate(
 def chat(
     target: Target,
     prompt: Annotated[str | None, typer.Option(help="Ask this once and leave, instead of a conversation.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Tokens per answer at most; 0 is all that the context holds.")] = 0,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    max_tokens: Annotated[int, typer.Option(min=0, help="Tokens per answer at most; 0 is all the context.")] = 0,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Decides every draw.")] = 0,
     json: AsJson = False,
 ) -> None:

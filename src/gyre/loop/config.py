@@ -124,7 +124,7 @@ class ColdStartConfig(Section):
 class RunSection(Section):
     """What the run is called, where it is kept and which numbers it starts from."""
 
-    name: str = "run"
+    name: str = Field(default="run", min_length=1)
     """Name of the run's folder under `folder`; a second run of the same name gets a number."""
     folder: str = "runs"
     """Where run folders are made."""

@@ -196,7 +196,6 @@ class Ring:
     async def _snapshot(self, progress: Progress) -> None:
         with self._phase("snapshot", step=progress.step):
             self._parts.observers.samples.sync()
-            self._parts.observers.samples.sync()
             state, blobs = to_snapshot(progress, events=self._parts.observers.events.position())
             await self._parts.snapshots.save(step=progress.step, state=state, blobs=blobs)
 

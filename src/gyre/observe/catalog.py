@@ -117,7 +117,8 @@ PANELS = (
 )
 
 
-EVAL_MEASURES = ("accuracy", "pair_accuracy", "loss")  # what an evaluation is judged by, the first that it has
+EVAL_MEASURES = ("accuracy", "pair_accuracy", "preference_accuracy", "loss")  # what an evaluation is judged by: the
+# first that it has
 
 
 def eval_measure(row: Mapping[str, Any]) -> tuple[str, float] | None:

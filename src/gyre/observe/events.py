@@ -22,7 +22,8 @@ Listener = Callable[[Row], None]
 
 RESERVED = frozenset({"seq", "t", "attempt", "kind"})
 COUNTED_PREFIXES = ("fallback.", "drop.", "retry.", "warn.")
-COUNTED_ENDINGS = ("skipped", "failed", "dropped", "refused", "removed", "exhausted")  # "snapshot.skipped", …
+COUNTED_ENDINGS = ("skipped", "failed", "dropped", "refused", "removed", "exhausted", "replaced", "killed", "preempted",
+                   ".weak", ".nonfinite", ".deadline", ".nothing_to_train", ".oversized_chunks")  # fmt: skip
 
 
 class EventLog:

@@ -231,9 +231,9 @@ def summary_lines(state: LiveState, run_folder: Path, report: Path | None) -> li
     lines.append(f"run      {run_folder}")
     if state.done is None:
         lines.append(f"go on    gyre train --resume {run_folder}")
-    lines.append(f"next     gyre chat {run_folder}")
-    lines += [f"         gyre {command} {run_folder}" for command in ("eval", "report")]
-    return lines
+    answers = "pair_accuracy" not in state.evals  # a reward model scores answers and gives none
+    commands = [*(("chat", "eval") if answers else ()), "report"]
+    return lines + [f"{'next' if i == 0 else '':<8} gyre {command} {run_folder}" for i, command in enumerate(commands)]
 
 
 def eval_span(name: str, rows: tuple[Mapping[str, Any], ...]) -> str:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from gyre.rewards.messages import take_frame
 
 _CLOSE_S = 3.0
+_END_S = 1.0  # for a process that has hung up to end
 
 
 class Channel:
@@ -122,9 +123,13 @@ class Nursery:
             socket.send_fds(self._control, [order.encode()], fds)
 
     def bury(self) -> int:
-        """After its own end: let go of it and return its exit code."""
+        """After its own end: let go of it and return its exit code. One that only hung up is killed."""
         self._hang_up()
-        return self._process.wait()
+        try:
+            return self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
 
     async def close(self, *, idle: bool) -> bool:
         """Hang up, whereupon it ends its workers, what they started, and itself. False when it had to be killed.

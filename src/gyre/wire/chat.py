@@ -17,7 +17,7 @@ from gyre.engine.native import NativeEngine
 from gyre.runconfig import RunConfig
 from gyre.text.detokenise import Detokeniser
 from gyre.text.render import render_prompt
-from gyre.wire.make import Emit, Policy, load_policy, make_engine, make_machine
+from gyre.wire.make import Emit, Policy, load_policy, make_engine, make_machine, refuse_reward_model
 
 Write = Callable[[str], None]
 
@@ -34,6 +34,7 @@ def chat(
 ) -> Any:
     """Answer each turn; "/new" begins again. `max_tokens` 0 lets an answer fill the context. EngineRefused when a
     conversation has outgrown it."""
+    refuse_reward_model(model)
     machine = make_machine(config)
     policy = load_policy(model, machine)
     emit: Emit = lambda kind, **fields: None  # noqa: E731  a chat keeps no log
@@ -89,8 +90,9 @@ class Conversation:
         request = Request(request_id=str(self._number), tokens=tokens, sampling=sampling, seed=seed)
         words, pieces = Detokeniser(tokenizer, skip_special=True), []
         async for chunk in self._engine.submit(request):
-            if chunk.finish == "refused":
-                raise EngineRefused(f"the model cannot answer: {chunk.reason}", hint="ask something shorter, or /new")
+            if chunk.finish not in (None, "stop", "length"):
+                why = chunk.reason or f"the engine ended it with '{chunk.finish}'"
+                raise EngineRefused(f"the model cannot answer: {why}", hint="ask something shorter, or /new")
             pieces.append(words.push(chunk.tokens))
             self._write(pieces[-1])
         pieces.append(words.flush())

@@ -12,14 +12,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from gyre.core.errors import SnapshotError
+from gyre.core.errors import ConfigError, InputError, SnapshotError
 from gyre.data.sources import load_prompts
 from gyre.loop.evaluate import Outcome
+from gyre.observe.events import count_events
 from gyre.planner.explain import explain
 from gyre.runconfig import RunConfig
 from gyre.wire.folders import make_run_folder
 from gyre.wire.make import (
     Emit,
+    accuracy_part,
     dtype_name,
     find_spec,
     load_policy,
@@ -28,6 +30,7 @@ from gyre.wire.make import (
     make_machine,
     make_scorer,
     make_tokenizer,
+    refuse_reward_model,
 )
 from gyre.wire.order import read_order
 from gyre.wire.run import Run
@@ -44,7 +47,7 @@ def train(
     folder = order.resume
     if folder is None:
         assert config_path is not None
-        folder = make_run_folder(order.config, config_path, overrides, stage)
+        folder = _make_folder(order.config, config_path, overrides, stage)
     run = Run(order.config, folder, stage=order.stage, plain=plain)
     try:
         return asyncio.run(run.go())
@@ -61,11 +64,27 @@ def train(
         run.close()
 
 
+def _make_folder(config: RunConfig, config_path: Path, overrides: list[str], stage: str) -> Path:
+    try:
+        return make_run_folder(config, config_path, overrides, stage)
+    except OSError as error:
+        raise InputError(
+            f"no run folder can be made under {config.run.folder}: {error.strerror or error}",
+            hint="free space there, or set run.folder to a folder that can be written",
+        ) from error
+
+
 def evaluate(model: Path, config: RunConfig, *, num_problems: int) -> dict[str, Any]:
-    """Accuracy of a model folder on a config's held-out problems."""
+    """Accuracy of a model folder on a config's held-out problems; "counted": what fell back, failed or was dropped."""
+    refuse_reward_model(model)
+    if not accuracy_part(config):
+        raise ConfigError(
+            "gyre eval scores generated answers, and the config has no rule reward to score them by",
+            hint='add one: [[rewards.parts]] kind = "answer"',
+        )
     machine = make_machine(config)
-    events: list[str] = []
-    emit: Emit = lambda kind, **fields: events.append(kind)  # noqa: E731
+    events: list[dict[str, Any]] = []
+    emit: Emit = lambda kind, **fields: events.append({"kind": kind, **fields})  # noqa: E731
     policy = load_policy(model, machine)
     found = load_prompts(config.data, policy.tokenizer, emit=emit)
     key = "--problems" if num_problems else "eval.num_problems"
@@ -85,7 +104,14 @@ def evaluate(model: Path, config: RunConfig, *, num_problems: int) -> dict[str, 
 
     outcome = asyncio.run(go())
     machine.compute.shutdown()
-    return {"metric": outcome.metric, "value": outcome.value, "n": outcome.n, "detail": outcome.detail}
+    return {
+        "metric": outcome.metric,
+        "value": outcome.value,
+        "n": outcome.n,
+        "detail": outcome.detail,
+        "source": found.source,
+        "counted": count_events(events),
+    }
 
 
 def plan(config: RunConfig) -> dict[str, Any]:

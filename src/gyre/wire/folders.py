@@ -7,6 +7,7 @@ Torch-free. Callers: cli, wire.order, wire.commands, wire.run.
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 import tempfile
@@ -64,13 +65,13 @@ def find_model(target: Path, config_path: Path | None, overrides: list[str]) -> 
         model = target / "export"
         if not model.is_dir():
             raise InputError(f"{target} has no export yet", hint=f"finish it: gyre train --resume {target}")
-        own = load_run_config(config_path or target / "config.toml", [*read_overrides(target), *overrides])
-        return model, own
+        own = read_overrides(target) if config_path is None else []  # they were made for the run's own config
+        return model, load_run_config(config_path or target / "config.toml", [*own, *overrides])
     if not (target / "config.json").is_file():
         raise InputError(f"{target} is neither a run folder nor a model folder", hint="runs are under runs/")
     if config_path is not None:
         return target, load_run_config(config_path, overrides)
     with tempfile.TemporaryDirectory() as bare:
         minimal = Path(bare) / "chat.toml"
-        minimal.write_text(f'[model]\npath = "{target}"\n[objective]\nkind = "sft"\n', encoding="utf-8")
+        minimal.write_text(f'[model]\npath = {json.dumps(str(target))}\n[objective]\nkind = "sft"\n', encoding="utf-8")
         return target, load_run_config(minimal, overrides)

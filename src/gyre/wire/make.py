@@ -26,7 +26,7 @@ from gyre.loop.evaluate import Rollouts
 from gyre.loop.ports import TextPort
 from gyre.models.decoder import Decoder
 from gyre.models.heads import ScalarHead
-from gyre.models.hub_files import CONFIG_FILE, find_folder, read_json
+from gyre.models.hub_files import CONFIG_FILE, SCALAR_HEAD_FILE, find_folder, read_json
 from gyre.models.init import init_weights
 from gyre.models.load import load_hub, load_scalar_head
 from gyre.models.spec import ModelSpec, spec_from_hub_config, spec_from_shape
@@ -145,6 +145,15 @@ def load_reward_model(path: str, machine: Machine, policy: Policy) -> tuple[Deco
     folder = find_reward_model(path, policy)
     _, decoder = load_hub(folder, device=machine.device, dtype=machine.dtype)
     return decoder, load_scalar_head(folder, device=machine.device)
+
+
+def refuse_reward_model(folder: Path) -> None:
+    """What objective rm exported gives scores and cannot answer."""
+    if (folder / SCALAR_HEAD_FILE).is_file():
+        raise InputError(
+            f"{folder} is a reward model: it scores answers and gives none",
+            hint='use it as a reward, [[rewards.parts]] kind = "model"; the run\'s report has its pair accuracy',
+        )
 
 
 def find_reward_model(path: str, policy: Policy) -> Path:
