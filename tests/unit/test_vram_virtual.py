@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,8 +28,11 @@ from gyre.engine.native import NativeEngine
 from gyre.engine.streams import collect
 from gyre.objectives.config import GrpoConfig
 from gyre.trainer import learner
-from gyre.vram import slabs
-from gyre.vram.pools import StoragePool
+from gyre.vram import probe, slabs
+from gyre.vram.config import MemoryConfig
+from gyre.vram.manager import MemoryManager
+from gyre.vram.phases import default_needs
+from gyre.vram.pools import PoolTenant, StoragePool
 from gyre.vram.probe import DeviceReading
 from gyre.vram.slabs import ALIGN_BYTES, plan_slabs
 from gyre.vram.virtual import (
@@ -308,6 +312,45 @@ def test_readings_count_virtual_memory() -> None:
     reading = bare.with_virtual(held_bytes=40, mapped_bytes=50, peak_bytes=45)
     assert asdict(reading) == {**asdict(bare), "allocated_bytes": 140, "reserved_bytes": 170, "peak_bytes": 155}
     assert (reading.fragment_bytes, reading.outside_bytes) == (30, 230)
+
+
+def test_the_ledgers_proof_counts_virtual_memory(monkeypatch) -> None:
+    """Torch's allocator says 0 bytes all along and the driver counts what is mapped: nothing is unowned, nothing is
+    outside. Bytes that the driver does not get back are noticed."""
+    driver, library = make_driver()
+    total, outside = 1 << 30, 5000
+
+    def read(device: torch.device) -> DeviceReading:
+        free = total - outside - library.used_bytes
+        return DeviceReading(free_bytes=free, total_bytes=total, allocated_bytes=0, reserved_bytes=0, peak_bytes=7)
+
+    monkeypatch.setattr(probe, "read_device", read)
+    monkeypatch.setattr(probe, "give_back", lambda device: None)
+    monkeypatch.setattr(probe, "reset_peak", lambda device: None)
+    events: list[dict] = []
+    tenant = PoolTenant([make_pool(None, make_tensors(), driver)])
+    manager = MemoryManager(
+        [tenant],
+        MemoryConfig(
+            device_budget_bytes=1 << 20,
+            host_budget_bytes=1 << 30,
+            disk_budget_bytes=0,
+            unowned_tolerance_bytes=0,
+            outside_tolerance_bytes=GRANULE - DISTINCT_BYTES,  # what whole granules cost
+            release_deadline_s=0.1,
+        ),
+        SimpleNamespace(type="cuda"),  # pyright: ignore
+        lambda kind, **fields: events.append(fields) if kind == "memory" else None,
+        needs=default_needs(shared_weights=False),
+    )
+    for tier in ("host", "device", "host", "device"):
+        manager.move({"actor.params": tier})
+    assert [event["unowned_bytes"] for event in events] == [0] * 5
+    assert events[0]["outside_bytes"] == 0
+    assert {event["device_peak_bytes"] for event in events} == {7 + DISTINCT_BYTES}, "parked, it was there before"
+    library.handles[1] = 10 * GRANULE
+    with pytest.raises(MemoryBudgetError, match="outside torch"):
+        manager.move({"actor.params": "host"})
 
 
 # -- trainer and engine, as built on a CUDA device
