@@ -165,11 +165,12 @@ def test_kv_pages_leave_the_device_and_come_back() -> None:
             request = make_requests()[4]
             before = (await collect(engine.submit(request)))[0].tokens.tolist()
             (kv,) = engine.components()
-            held = torch.cuda.memory_allocated()
+            torch.cuda.synchronize()
+            free = torch.cuda.mem_get_info()[0]
             loop = asyncio.get_running_loop()
             for tier in ("host", "none"):
                 await loop.run_in_executor(compute, lambda tier=tier: engine.move(["engine.kv"], tier))
-                assert held - torch.cuda.memory_allocated() >= kv.size_bytes
+                assert torch.cuda.mem_get_info()[0] - free >= kv.size_bytes - (4 << 20)
                 await loop.run_in_executor(compute, lambda: engine.move(["engine.kv"], "device"))
                 assert (await collect(engine.submit(request)))[0].tokens.tolist() == before
 

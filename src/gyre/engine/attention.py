@@ -36,9 +36,10 @@ class KvPool:
         head_dim: int,
         device: torch.device,
         dtype: torch.dtype,
+        zeros: Callable[..., Tensor] = torch.zeros,
     ) -> None:
         shape = (num_layers, num_pages + 1, 2, num_kv_heads, page_tokens, head_dim)
-        self.tensor = torch.zeros(shape, device=device, dtype=dtype)
+        self.tensor = zeros(shape, device=device, dtype=dtype)
         self.num_pages, self.num_kv_heads, self.page_tokens = num_pages, num_kv_heads, page_tokens
         self._slots = [layer.view(-1, head_dim) for layer in self.tensor]  # rows that take writes
         self._planes = [layer.view(-1, page_tokens * head_dim) for layer in self.tensor]  # rows that are gathered

@@ -302,7 +302,8 @@ class GpuRunner:
         self._staging.send(0)
 
     def _check_addresses(self) -> None:
-        """Graphs hold addresses: when the weights or the pages have moved, capture anew."""
+        """Graphs hold addresses. Virtual memory keeps those over moves; where there is none, or the owner of shared
+        weights made them anew, capture anew."""
         addresses = (self.pool.tensor.data_ptr(), *(tensor.data_ptr() for tensor in self._tensors))
         if addresses == self._addresses:
             return

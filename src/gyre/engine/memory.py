@@ -2,12 +2,14 @@
 `engine.kv_host`, the slots for swapped KV, which lives in host memory or nowhere.
 
 In: config, decoder. Out: the KV pool, and the MemoryTenant's three answers. Caller: native, on the compute thread.
-The KV pool's tensor is made once; leaving the device frees its bytes and keeps its identity.
+The KV pool's tensor is made once; leaving the device frees its bytes and keeps its identity. On a CUDA device both lie
+in virtual memory, so addresses stay as well: graphs captured over them are valid again when they are back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -20,6 +22,7 @@ from gyre.engine.config import EngineConfig, plan_num_pages, plan_num_slots
 from gyre.engine.host_kv import HostKv
 from gyre.models.decoder import Decoder
 from gyre.vram.pools import PoolTenant, StoragePool
+from gyre.vram.virtual import find_driver, virtual_zeros
 
 KV, WEIGHTS, KV_HOST = "engine.kv", "engine.weights", "engine.kv_host"
 HOST_TIERS: tuple[Tier, ...] = ("host", "none")
@@ -52,14 +55,15 @@ class EngineMemory:
         self._kv_bytes = self.page_bytes * (self.num_pages + 1)
         self._pool: KvPool | None = None
         self._tenant = PoolTenant([])
+        self._driver = find_driver(device)
         if not shared_weights:
-            tensors = {name: parameter.detach() for name, parameter in decoder.named_parameters()}
-            self._tenant.add(StoragePool(WEIGHTS, tensors, folder=self._folder, device=device))
+            weights = dict(decoder.named_parameters())
+            self._tenant.add(StoragePool(WEIGHTS, weights, folder=self._folder, device=device, driver=self._driver))
 
     def provide_kv(self) -> KvPool:
         """Return the KV pool with its bytes on the device, made on the first call."""
         if self._pool is None:
-            spec = self._decoder.spec
+            spec, driver = self._decoder.spec, self._driver
             self._pool = KvPool(
                 num_layers=spec.num_layers,
                 num_pages=self.num_pages,
@@ -68,8 +72,10 @@ class EngineMemory:
                 head_dim=spec.head_dim,
                 device=self._device,
                 dtype=self._dtype,
+                zeros=torch.zeros if driver is None else partial(virtual_zeros, driver=driver, owner=f"component {KV}"),
             )
-            self._tenant.add(StoragePool(KV, {"kv": self._pool.tensor}, folder=self._folder, device=self._device))
+            pages = {"kv": self._pool.tensor}
+            self._tenant.add(StoragePool(KV, pages, folder=self._folder, device=self._device, driver=driver))
         self._tenant.move([KV], "device")
         return self._pool
 

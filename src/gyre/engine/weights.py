@@ -18,6 +18,7 @@ from gyre.core.records import Manifest
 from gyre.core.seeds import derive_seed
 from gyre.models.decoder import Decoder
 from gyre.models.init import init_weights
+from gyre.vram.virtual import is_present
 from gyre.weights.transports.inprocess import shares_storage, stage, swap_in
 
 
@@ -47,7 +48,7 @@ class EngineWeights:
     @property
     def present(self) -> bool:
         """Whether there are bytes under the parameters; whoever owns them may have parked them."""
-        return self.decoder.embed.weight.untyped_storage().nbytes() > 0
+        return is_present(self.decoder.embed.weight.untyped_storage())
 
     def make_dummy(self) -> None:
         """Refuse work until a commit. The engine's own weights become random; shared ones are not touched."""

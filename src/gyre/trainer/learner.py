@@ -17,6 +17,7 @@ from gyre.models.heads import ScalarHead
 from gyre.trainer.config import TrainerConfig
 from gyre.trainer.optim import FlatOptimizer
 from gyre.vram.pools import StoragePool
+from gyre.vram.virtual import find_driver
 
 HEAD_PREFIX = "scalar_head."
 
@@ -32,10 +33,11 @@ class Learner:
         self.optimizer = FlatOptimizer(parameters, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
 
     def pools(self, folder: Path | None) -> list[StoragePool]:
-        """One pool per component. With float32 weights the master is the compute weights and has no pool of its own."""
+        """One pool per component. With float32 weights the master is the compute weights and has no pool of its own.
+        The compute weights keep their addresses: an engine that shares them has captured those in graphs."""
         optimizer, device = self.optimizer, self.decoder.device
         contents: dict[str, Mapping[str, Tensor]] = {
-            "params": {key: parameter.detach() for key, parameter in optimizer.parameters.items()},
+            "params": optimizer.compute_tensors(),
             "grads": {"grad": optimizer.grad_N},
             "optimizer": {"exp_avg": optimizer.exp_avg_N, "exp_avg_sq": optimizer.exp_avg_sq_N},
         }
@@ -49,6 +51,7 @@ class Learner:
                 tiers=tiers.get(kind, ("device", "host", "disk")),
                 folder=folder,
                 device=device,
+                driver=find_driver(device) if kind == "params" else None,
             )
             for kind, tensors in contents.items()
         ]

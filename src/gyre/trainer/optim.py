@@ -80,6 +80,13 @@ class FlatOptimizer:
         """Float32 weights by name, as views of the flat buffer."""
         return self._masters
 
+    def compute_tensors(self) -> dict[str, Tensor]:
+        """Every tensor that lives in the storage of the compute weights, so that all can be given another one."""
+        tensors: dict[str, Tensor] = dict(self.parameters)
+        if self.master_is_compute:
+            tensors |= {"master": self.master_N} | {f"master.{name}": view for name, view in self._masters.items()}
+        return tensors
+
     def grads(self) -> dict[str, Tensor]:
         return self._grads
 

@@ -24,6 +24,7 @@ from gyre.vram.config import MemoryConfig
 from gyre.vram.entries import STAGING_BYTES, Budgets, Entry, Ledger, MovePlan
 from gyre.vram.ledger import apply_plan, keep_pages, misfits, plan_moves, plan_phase, settle
 from gyre.vram.phases import Need, leave_tiers, match_name
+from gyre.vram.virtual import VirtualUsage
 
 POLL_S = 0.05  # between two looks at memory that is on its way back
 
@@ -58,6 +59,7 @@ class MemoryManager:
         self._budgets = _budgets(config, device)
         self._home: dict[str, MemoryTenant] = {}
         self._phase: Phase = "idle"
+        self._virtual_before = 0  # bytes of components in virtual memory at the last boundary
         self._start_from_here()
 
     def add(self, tenant: MemoryTenant) -> None:
@@ -87,7 +89,7 @@ class MemoryManager:
         """What the device holds beside the components now is what it may hold at each boundary."""
         self.ledger = self._ask()
         probe.give_back(self._device)
-        reading = probe.read_device(self._device)
+        reading = self._read(self._measure())
         self._unowned_at_start = reading.allocated_bytes - self.ledger.usage().device_bytes
         self._outside_at_start = reading.outside_bytes + reading.fragment_bytes
         self.move({})
@@ -156,7 +158,7 @@ class MemoryManager:
     def _prove(self, due: Ledger, plan: MovePlan, phase: Phase, step: int) -> None:
         """Read back where the bytes are. The event goes out before the verdict, so that a failure can be looked at."""
         measured, excess = self._wait_for_device(due)
-        reading = probe.read_device(self._device)
+        reading = self._read(measured)
         held_bytes = sum(usage.device_bytes for usage in measured.values())
         on_cuda = self._device.type == "cuda"
         self._emit(
@@ -190,6 +192,16 @@ class MemoryManager:
                 waited_s=excess.waited_s,
             )
         probe.reset_peak(self._device)
+        self._virtual_before = _virtual_bytes(measured)
+
+    def _read(self, measured: Mapping[str, Usage]) -> probe.DeviceReading:
+        """The device with the components' virtual memory counted in. In a phase it stays as the phase found it."""
+        held_bytes = _virtual_bytes(measured)
+        return probe.read_device(self._device).with_virtual(
+            held_bytes=held_bytes,
+            mapped_bytes=sum(usage.mapped_bytes for usage in measured.values() if isinstance(usage, VirtualUsage)),
+            peak_bytes=max(held_bytes, self._virtual_before),
+        )
 
     def _measure(self) -> dict[str, Usage]:
         measured: dict[str, Usage] = {}
@@ -207,7 +219,7 @@ class MemoryManager:
         while True:
             probe.give_back(self._device)
             measured = self._measure()
-            reading = probe.read_device(self._device)
+            reading = self._read(measured)
             held_bytes = sum(usage.device_bytes for usage in measured.values())
             grown = reading.outside_bytes + reading.fragment_bytes - self._outside_at_start
             fragments = max(0, min(reading.fragment_bytes, grown))
@@ -237,6 +249,10 @@ class _Excess:
     fragment_bytes: int = 0  # that torch's allocator cannot give back
     outside_bytes: int = 0  # that are not torch's
     waited_s: float = 0.0
+
+
+def _virtual_bytes(measured: Mapping[str, Usage]) -> int:
+    return sum(usage.device_bytes for usage in measured.values() if isinstance(usage, VirtualUsage))
 
 
 def _budgets(config: MemoryConfig, device: torch.device) -> Budgets:

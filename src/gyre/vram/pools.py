@@ -1,7 +1,8 @@
 """Storage pool: the tensors of one component, moved as a whole between device, host, disk and nowhere.
 
 In: named tensors on one device. Out: the same tensors, same identity, with or without bytes under them: a pool frees
-and refills *storages* (`untyped_storage().resize_`), so Parameters, optimiser references and views stay valid.
+and refills *storages* (`untyped_storage().resize_`), so Parameters, optimiser references and views stay valid. With a
+`driver` of virtual memory the addresses stay too, and captured CUDA graphs with them.
 While a pool is not on the device its tensors must not be touched. Not thread-safe: runs on the compute thread.
 Callers: trainer and engine build them, `vram.manager` moves them through the MemoryTenant contract.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -19,13 +21,16 @@ from gyre.core.errors import InputError, MemoryBudgetError
 from gyre.core.records import Component, Tier, Usage
 from gyre.vram.diskfile import DiskFile
 from gyre.vram.hostbuffer import HostBuffer
+from gyre.vram.slabs import adopt
+from gyre.vram.virtual import Driver, VirtualMemory, VirtualUsage, is_present
 
 ALL_TIERS: tuple[Tier, ...] = ("device", "host", "disk", "none")
 
 
 class StoragePool:
     """One component, on the device at first; made of Parameters themselves rather than their `detach()`ed aliases.
-    "none" forgets the contents: it returns zero-filled, then `refill` runs."""
+    "none" forgets the contents: it returns zero-filled, then `refill` runs. With a `driver` its storages move into
+    virtual memory at once, and everything that shares them must be among the tensors."""
 
     def __init__(
         self,
@@ -36,6 +41,7 @@ class StoragePool:
         folder: Path | None = None,
         device: torch.device,
         refill: Callable[[], None] | None = None,
+        driver: Driver | None = None,
     ) -> None:
         assert "device" in tiers and set(tiers) <= set(ALL_TIERS), tiers
         if "disk" in tiers and folder is None:
@@ -45,6 +51,7 @@ class StoragePool:
         self._refill = refill
         self._sharers = _group_by_storage(name, tensors, device)
         self._storages = [sharers[0].untyped_storage() for sharers in self._sharers]
+        self._virtual: list[VirtualMemory] = adopt(name, self._storages, self._sharers, driver)  # under all, or none
         self._sizes = [storage.nbytes() for storage in self._storages]
         self._host: HostBuffer | None = None  # on the device too while pages are kept
         self._keeps_pages = False
@@ -64,11 +71,15 @@ class StoragePool:
     def measure(self) -> Usage:
         """Bytes that exist now: of storages, of host pages that anything still holds, of the file."""
         self._watched = [ref for ref in self._watched if ref() is not None]
-        return Usage(
-            device_bytes=sum(storage.nbytes() for storage in self._storages),
+        usage = Usage(
+            device_bytes=sum(storage.nbytes() for storage in self._storages if is_present(storage)),
             host_bytes=sum(len(pages) for ref in self._watched if (pages := ref()) is not None),
             disk_bytes=self._file.size_bytes() if self._file is not None else 0,
         )
+        if not self._virtual:
+            return usage
+        mapped_bytes = sum(memory.size_bytes for memory in self._virtual if memory.is_mapped)
+        return VirtualUsage(**asdict(usage), mapped_bytes=mapped_bytes)
 
     def move(self, tier: Tier) -> None:
         """Move the whole component. The source is let go only after the destination holds everything."""
@@ -77,7 +88,7 @@ class StoragePool:
         self._check_move(tier)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # no kernel of any stream may still use the storages
-        if self.tier == "device":
+        if self.tier == "device" and not self._virtual:
             self._make_resizable()
         {"device": self._to_device, "host": self._to_host, "disk": self._to_disk, "none": lambda: None}[tier]()
         left, self.tier = self.tier, tier
@@ -119,8 +130,7 @@ class StoragePool:
 
     def _to_device(self) -> None:
         try:
-            for storage, size in zip(self._storages, self._sizes, strict=True):
-                storage.resize_(size)
+            self._make_device()
             self._fill_device()
         except BaseException as error:
             self._free_device()
@@ -130,6 +140,14 @@ class StoragePool:
                     hint="lower the sizes of the phase or let another component leave the device",
                 ) from error
             raise
+
+    def _make_device(self) -> None:
+        if self._virtual:
+            for memory in self._virtual:
+                memory.map()
+            return
+        for storage, size in zip(self._storages, self._sizes, strict=True):
+            storage.resize_(size)
 
     def _fill_device(self) -> None:
         segments = self._device_segments()
@@ -174,6 +192,11 @@ class StoragePool:
             self._host = None
 
     def _free_device(self) -> None:
+        if self._virtual:
+            for memory in self._virtual:
+                if memory.is_mapped:
+                    memory.unmap()
+            return
         for storage in self._storages:
             storage.resize_(0)
 
@@ -234,7 +257,7 @@ def _group_by_storage(name: str, tensors: Mapping[str, Tensor], device: torch.de
         same = tensor.device.type == device.type and device.index in (None, tensor.device.index)
         assert same, f"{name}: {key} is on {tensor.device}, its pool on {device}"
         storage = tensor.untyped_storage()
-        assert storage.nbytes() or not tensor.numel(), f"{name}: {key} has no bytes; it is off the device already"
+        assert is_present(storage) or not tensor.numel(), f"{name}: {key} has no bytes; it is off the device already"
         sharers.setdefault(storage._cdata, []).append(tensor)  # the address of the storage object, not of its bytes
     return list(sharers.values())
 

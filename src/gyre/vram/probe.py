@@ -6,7 +6,7 @@ In: a device. Out: numbers of this moment. Callers: `vram.manager` for its proof
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -15,12 +15,13 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceReading:
-    """Bytes on the device. On a CPU only free and total are known here: the components' tenants know the rest."""
+    """Bytes on the device. On a CPU only free and total are known here: the components' tenants know the rest. So they
+    do of virtual memory, which torch's allocator does not count: `with_virtual` adds it."""
 
     free_bytes: int
     total_bytes: int
-    allocated_bytes: int  # that live tensors hold, by torch's allocator
-    reserved_bytes: int  # that torch's allocator holds, live tensors included
+    allocated_bytes: int  # that live tensors hold
+    reserved_bytes: int  # that torch's allocator and virtual memory hold, live tensors included
     peak_bytes: int  # most that was ever allocated since the last reset_peak
 
     @property
@@ -29,8 +30,18 @@ class DeviceReading:
 
     @property
     def outside_bytes(self) -> int:
-        """Used by whatever is not torch's allocator: context, kernels, NCCL, other processes."""
+        """Used by whatever is not ours: context, kernels, NCCL, other processes."""
         return self.total_bytes - self.free_bytes - self.reserved_bytes
+
+    def with_virtual(self, *, held_bytes: int, mapped_bytes: int, peak_bytes: int) -> DeviceReading:
+        """Count components in virtual memory: their bytes, what is mapped for them in whole granules, and the most
+        bytes of theirs since the last reset_peak."""
+        return replace(
+            self,
+            allocated_bytes=self.allocated_bytes + held_bytes,
+            reserved_bytes=self.reserved_bytes + mapped_bytes,
+            peak_bytes=self.peak_bytes + peak_bytes,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
