@@ -320,7 +320,7 @@ def test_the_engines_graphs_survive_a_park(device, tier: Tier) -> None:
 
     asyncio.run(main())
     assert "engine.graphs_recaptured" not in events
-    assert events.count("engine.runner") == 1
+    assert events.count("engine.graphs_captured") == 1
 
 
 def test_shared_weights_come_back_under_the_engines_graphs(device) -> None:

@@ -227,7 +227,9 @@ def test_without_a_compiler_the_reason_is_an_event(monkeypatch) -> None:
     events = []
     config = EngineConfig(page_tokens=16)
     runner = choose_runner(decoder, pool, config, emit=lambda kind, **fields: events.append((kind, fields)))
-    assert isinstance(runner, Runner) and events[0][0] == "engine.torch_kernels" and "compiler" in events[0][1]["reason"]
+    assert (
+        isinstance(runner, Runner) and events[0][0] == "engine.torch_kernels" and "compiler" in events[0][1]["reason"]
+    )
 
 
 def test_a_compiler_that_fails_is_told_and_leaves_nothing(monkeypatch, tmp_path: Path) -> None:
