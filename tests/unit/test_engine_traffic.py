@@ -36,8 +36,9 @@ class Traffic(RuleBasedStateMachine):
         depth=st.integers(0, 2),
         num_slots=st.sampled_from([40, 8, 40, 3, 0]),
         tokens_per_page=st.sampled_from([0.0, 1.5, 3.0]),
+        window=st.sampled_from([None, 5, None, 9, 1]),
     )
-    def build(self, num_pages, max_running, spare, prefix, depth, num_slots, tokens_per_page) -> None:
+    def build(self, num_pages, max_running, spare, prefix, depth, num_slots, tokens_per_page, window) -> None:
         """`tokens_per_page`: so many are computed again while a page goes out and back."""
         self.events: list[str] = []
         self.budget = max_running + spare
@@ -48,9 +49,10 @@ class Traffic(RuleBasedStateMachine):
             prefix_cache=prefix,
             emit=lambda kind, **fields: self.events.append(kind),
             num_slots=num_slots,
+            window=window,
             rates=Rates(page_bytes=1, swap_bytes_per_s=2.0, prefill_tokens_per_s=tokens_per_page or 1e-9),
         )
-        self.runner = FakeDevice()
+        self.runner, self.window = FakeDevice(window), window
         self.cycle = Cycle(
             self.roster,
             self.runner,  # type: ignore[arg-type]
@@ -88,7 +90,7 @@ class Traffic(RuleBasedStateMachine):
         )
         if len(prompt) + max_tokens - 1 > self.roster.pages.num_pages * PAGE_TOKENS:
             return  # admission refuses it
-        whole = answer(request)
+        whole = answer(request, self.window)
         partials = tuple(
             Partial(
                 index=index,
@@ -201,7 +203,7 @@ class Traffic(RuleBasedStateMachine):
         for chunk in chunks:
             parts = self.open[chunk.request_id]
             parts[chunk.index] += chunk.tokens.tolist()
-            whole = answer(self.requests[chunk.request_id])
+            whole = answer(self.requests[chunk.request_id], self.window)
             got = parts[chunk.index]
             assert got == whole[: len(got)]
             if chunk.finish in ("stop", "length"):

@@ -36,7 +36,8 @@ class Rows:
         self.computed_R = np.zeros(max_running, dtype=np.int64)  # tokens whose KV is in pages, or will be: in flight
         self.limit_R = np.zeros(max_running, dtype=np.int64)  # prompt + max_tokens
         self.chunk_due_R = np.zeros(max_running, dtype=np.int64)  # length at which the next chunk goes out
-        self.pages_R = np.zeros(max_running, dtype=np.int64)  # pages held
+        self.pages_R = np.zeros(max_running, dtype=np.int64)  # places of the table in use, from the first on
+        self.first_R = np.zeros(max_running, dtype=np.int64)  # of these, given back already: out of every window
         self.kv_version_R = np.full(max_running, -1, dtype=np.int64)  # of all its KV; -1 when mixed
         self.priority_R = np.zeros(max_running, dtype=np.int64)
         self.arrival_R = np.zeros(max_running, dtype=np.int64)
@@ -77,7 +78,7 @@ class Rows:
         self.length_R[row] = self.known_R[row] = length
         self.limit_R[row] = prompt + sampling.max_tokens
         self.chunk_due_R[row] = prompt + sequence.emitted + (request.chunk_tokens or sampling.max_tokens + 1)
-        self.pages_R[row], self.kv_version_R[row] = 0, -1
+        self.pages_R[row], self.first_R[row], self.kv_version_R[row] = 0, 0, -1
         self.priority_R[row], self.arrival_R[row] = request.priority, sequence.arrival
         self.key_R[row] = sequence.key
         self.temperature_R[row], self.top_k_R[row] = sampling.temperature, sampling.top_k
@@ -126,7 +127,8 @@ class Rows:
         )
 
     def pages_of(self, row: int) -> np.ndarray:
-        return self.table_RP[row, : self.pages_R[row]]
+        """Return the pages that the row holds."""
+        return self.table_RP[row, self.first_R[row] : self.pages_R[row]]
 
     def add_pages(self, row: int, pages: np.ndarray) -> None:
         held = int(self.pages_R[row])
