@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from gyre.core.records import Partial, Request, Sampling
 from gyre.engine.cycle import Cycle
+from gyre.engine.preemption import preempt
 from gyre.engine.roster import Roster
 from gyre.engine.swap import Rates
 
@@ -129,6 +130,16 @@ class Traffic(RuleBasedStateMachine):
         self.change_version(recompute, keep_cached)
         self.advance(then)
 
+    @precondition(lambda self: hasattr(self, "roster") and self.roster.rows.num_active)
+    @rule(data=st.data(), then=STEPS)
+    def preempt_anyone(self, data, then: int) -> None:
+        """Whoever the scheduler would never choose here, too."""
+        self.cycle.quiesce()
+        rows = self.roster.active_rows().tolist()
+        if rows:
+            preempt(self.roster, data.draw(st.sampled_from(rows)), reason="test", version=self.cycle.version)
+        self.advance(1 + then)
+
     @precondition(lambda self: self.swapped)
     @rule(data=st.data(), what=st.sampled_from(["recompute", "continue", "abort"]))
     def interfere_with_swapped(self, data, what: str) -> None:
@@ -235,5 +246,5 @@ class Traffic(RuleBasedStateMachine):
 
 TestTraffic = Traffic.TestCase
 TestTraffic.settings = settings(
-    max_examples=100, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=150, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
