@@ -24,11 +24,11 @@ def next_token(known: np.ndarray) -> int:
     return hashlib.blake2b(np.asarray(known, np.int32).tobytes(), digest_size=1).digest()[0] % VOCAB
 
 
-def answer(request: Request) -> list[int]:
-    """What one completion must be, computed without an engine."""
+def answer(request: Request, window: int | None = None) -> list[int]:
+    """What one completion must be, computed without an engine. The model sees the newest `window` tokens, or all."""
     known = request.tokens.tolist()
     for _ in range(request.sampling.max_tokens):
-        known.append(next_token(np.asarray(known)))
+        known.append(next_token(np.asarray(known[-window:] if window else known)))
         if known[-1] == STOP and not request.sampling.ignore_eos:
             break
     return known[len(request.tokens) :]
@@ -86,8 +86,8 @@ class FakeFlight:
 class FakeDevice:
     """Stands for the runner."""
 
-    def __init__(self) -> None:
-        self.pool = PageMemory()
+    def __init__(self, window: int | None = None) -> None:
+        self.pool, self.window = PageMemory(), window
         self.last_token: dict[int, int] = {}  # by row
         self.largest_step = self.launches = self.fetched = self.computed = 0
         self.oldest_version = 0  # KV of an older one must not be read any more
@@ -112,7 +112,7 @@ class FakeDevice:
                 written.add(slot)
                 token = self.last_token[row] if decoding else int(rows.tokens_RW[row, position])
                 self.pool.slots[slot] = (self._salt(rows, row), token, position, step.version)
-        past = {row: self._read(rows, row, start + count, step) for row, (start, count) in spans.items()}
+        past = {row: self._read(rows, row, start, start + count, step) for row, (start, count) in spans.items()}
         for source, target in step.copies:
             self.pool.copy(source, target)
         return FakeFlight(self, self._choose(step, rows, past))
@@ -120,26 +120,27 @@ class FakeDevice:
     def _choose(self, step: Step, rows: Rows, past: dict[int, np.ndarray]) -> Sampled:
         sources = [*step.decode_rows.tolist(), *(step.chunks[i].row for i in step.sample_chunks.tolist())]
         tokens = [next_token(past[source]) for source in sources]
-        for source, row, at, token in zip(sources, step.sample_rows, step.sample_positions, tokens, strict=True):
-            assert len(past[source]) == at == rows.length_R[row]
+        for row, at, token in zip(step.sample_rows, step.sample_positions, tokens, strict=True):
+            assert at == rows.length_R[row]
             assert rows.tenure_R[row] == step.sample_tenures[step.sample_rows.tolist().index(row)] > 0
             self.last_token[int(row)] = token
             rows.tokens_RW[row, at] = rows.tokens_RW[row, at - 1]  # plausible garbage: nobody may use it yet
         zeros = np.zeros(len(tokens), np.float32)
         return Sampled(tokens=np.asarray(tokens, np.int32), logprobs=zeros, raw_logprobs=zeros, supports={})
 
-    def _read(self, rows: Rows, row: int, end: int, step: Step) -> np.ndarray:
-        """Return the tokens that the row's pages hold, which must be its own past."""
-        held = [self.pool.slots[self._slot(rows, row, position)] for position in range(end)]
-        assert [content[2] for content in held] == list(range(end))
+    def _read(self, rows: Rows, row: int, start: int, end: int, step: Step) -> np.ndarray:
+        """Return the tokens that the row's last token sees. What any of its tokens sees must be its own past."""
+        first = max(0, start - self.window + 1) if self.window else 0
+        held = [self.pool.slots[self._slot(rows, row, position)] for position in range(first, end)]
+        assert [content[2] for content in held] == list(range(first, end))
         assert {content[0] for content in held} == {self._salt(rows, row)}
         assert min(content[3] for content in held) >= self.oldest_version
         if rows.kv_version_R[row] != -1:
             assert {content[3] for content in held} == {step.version}
         tokens = np.asarray([content[1] for content in held], np.int32)
         known = min(end, int(rows.known_R[row]))
-        assert (tokens[:known] == rows.tokens_RW[row, :known]).all()
-        return tokens
+        assert (tokens[: known - first] == rows.tokens_RW[row, first:known]).all()
+        return tokens[-self.window :] if self.window else tokens
 
     def _slot(self, rows: Rows, row: int, position: int) -> tuple[int, int]:
         return int(rows.table_RP[row, position // PAGE_TOKENS]), position % PAGE_TOKENS

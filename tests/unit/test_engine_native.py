@@ -42,12 +42,18 @@ def tiny_config(family: str) -> transformers.PretrainedConfig:
     kinds = {
         "llama": lambda: transformers.LlamaConfig(**shared),
         "qwen2": lambda: transformers.Qwen2Config(**shared),
+        "windows": lambda: transformers.Qwen2Config(
+            **shared, use_sliding_window=True, sliding_window=11, max_window_layers=1
+        ),
+        "all_windows": lambda: transformers.Qwen2Config(
+            **shared, use_sliding_window=True, sliding_window=11, max_window_layers=0
+        ),
         "qwen3": lambda: transformers.Qwen3Config(**shared, head_dim=16, tie_word_embeddings=True),
     }
     return kinds[family]()
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
+@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3", "windows", "all_windows"])
 def hub_folder(request, tmp_path_factory) -> Path:
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(tiny_config(request.param), dtype=torch.float32)
@@ -472,3 +478,20 @@ def test_non_finite_logits_end_the_request_and_poison_nobody(qwen3: Path) -> Non
     del mixed[2]
     assert tokens_of(mixed) == tokens_of([*clean_first[:2], *clean_first[3:]])
     assert tokens_of(after) == tokens_of(clean_first)
+
+
+def test_windows_hold_in_long_prompts_however_they_are_cut(tmp_path: Path) -> None:
+    """Whole prompts go through the fused attention, chunks through the products; transformers has the last word."""
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(tiny_config("windows"), dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    requests = make_requests(2, seed=2, high=400, max_tokens=6)
+    requests = [replace(request, tokens=np.resize(request.tokens, 200 + 20 * i)) for i, request in enumerate(requests)]
+    expected = {}
+    for request in requests:
+        ids = torch.tensor(request.tokens[None], dtype=torch.int64)
+        with torch.no_grad():
+            whole = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
+        expected[request.request_id] = [whole[0, ids.shape[1] :].tolist()]
+    for budget in (1024, 150, 32):
+        assert tokens_of(run(tmp_path, requests, token_budget=budget)) == expected

@@ -26,6 +26,7 @@ def run_alone(
     prefix: bool = True,
     num_slots: int = 0,
     depth: int = 0,
+    window: int | None = None,
 ):
     events: list[tuple[str, dict]] = []
     roster = Roster(
@@ -35,9 +36,10 @@ def run_alone(
         prefix_cache=prefix,
         emit=lambda kind, **fields: events.append((kind, fields)),
         num_slots=num_slots,
+        window=window,
         rates=Rates(page_bytes=1, swap_bytes_per_s=2.0, prefill_tokens_per_s=1.5),
     )
-    runner = FakeDevice()
+    runner = FakeDevice(window)
     cycle = Cycle(
         roster,
         runner,  # type: ignore[arg-type]
@@ -207,3 +209,14 @@ def test_swapping_loses_no_work_so_the_latest_arrival_goes() -> None:
         *_, events, _ = run_alone(requests, num_pages=8, max_running=2, budget=32, prefix=False, num_slots=num_slots)
         first = next(fields for kind, fields in events if kind == "engine.preempted")
         assert first["request_id"] == victim
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_pages_out_of_every_window_are_free_again(depth: int) -> None:
+    """Three sequences of 50 tokens would need 39 pages; with a window of 9 they decode within 4 each."""
+    requests = [plain(name, [place] * 6, 44) for place, name in enumerate("abc")]
+    for prefix in (False, True):
+        roster, *_ = run_alone(requests, num_pages=13, max_running=3, budget=32, prefix=prefix, window=9, depth=depth)
+        assert roster.counters.preemptions == 0 and roster.counters.generated_tokens == 3 * 44
+    roster, *_ = run_alone(requests, num_pages=13, max_running=3, budget=32, prefix=False)
+    assert roster.counters.preemptions > 0

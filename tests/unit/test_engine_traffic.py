@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from gyre.core.records import Partial, Request, Sampling
 from gyre.engine.cycle import Cycle
+from gyre.engine.preemption import preempt
 from gyre.engine.roster import Roster
 from gyre.engine.swap import Rates
 
@@ -36,8 +37,9 @@ class Traffic(RuleBasedStateMachine):
         depth=st.integers(0, 2),
         num_slots=st.sampled_from([40, 8, 40, 3, 0]),
         tokens_per_page=st.sampled_from([0.0, 1.5, 3.0]),
+        window=st.sampled_from([None, 5, None, 9, 1]),
     )
-    def build(self, num_pages, max_running, spare, prefix, depth, num_slots, tokens_per_page) -> None:
+    def build(self, num_pages, max_running, spare, prefix, depth, num_slots, tokens_per_page, window) -> None:
         """`tokens_per_page`: so many are computed again while a page goes out and back."""
         self.events: list[str] = []
         self.budget = max_running + spare
@@ -48,9 +50,10 @@ class Traffic(RuleBasedStateMachine):
             prefix_cache=prefix,
             emit=lambda kind, **fields: self.events.append(kind),
             num_slots=num_slots,
+            window=window,
             rates=Rates(page_bytes=1, swap_bytes_per_s=2.0, prefill_tokens_per_s=tokens_per_page or 1e-9),
         )
-        self.runner = FakeDevice()
+        self.runner, self.window = FakeDevice(window), window
         self.cycle = Cycle(
             self.roster,
             self.runner,  # type: ignore[arg-type]
@@ -88,7 +91,7 @@ class Traffic(RuleBasedStateMachine):
         )
         if len(prompt) + max_tokens - 1 > self.roster.pages.num_pages * PAGE_TOKENS:
             return  # admission refuses it
-        whole = answer(request)
+        whole = answer(request, self.window)
         partials = tuple(
             Partial(
                 index=index,
@@ -126,6 +129,16 @@ class Traffic(RuleBasedStateMachine):
     def new_version(self, recompute: bool, keep_cached: bool, then: int) -> None:
         self.change_version(recompute, keep_cached)
         self.advance(then)
+
+    @precondition(lambda self: hasattr(self, "roster") and self.roster.rows.num_active)
+    @rule(data=st.data(), then=STEPS)
+    def preempt_anyone(self, data, then: int) -> None:
+        """Whoever the scheduler would never choose here, too."""
+        self.cycle.quiesce()
+        rows = self.roster.active_rows().tolist()
+        if rows:
+            preempt(self.roster, data.draw(st.sampled_from(rows)), reason="test", version=self.cycle.version)
+        self.advance(1 + then)
 
     @precondition(lambda self: self.swapped)
     @rule(data=st.data(), what=st.sampled_from(["recompute", "continue", "abort"]))
@@ -201,7 +214,7 @@ class Traffic(RuleBasedStateMachine):
         for chunk in chunks:
             parts = self.open[chunk.request_id]
             parts[chunk.index] += chunk.tokens.tolist()
-            whole = answer(self.requests[chunk.request_id])
+            whole = answer(self.requests[chunk.request_id], self.window)
             got = parts[chunk.index]
             assert got == whole[: len(got)]
             if chunk.finish in ("stop", "length"):
@@ -233,5 +246,5 @@ class Traffic(RuleBasedStateMachine):
 
 TestTraffic = Traffic.TestCase
 TestTraffic.settings = settings(
-    max_examples=100, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=150, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )

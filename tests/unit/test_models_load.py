@@ -101,7 +101,15 @@ def test_flops_count_the_matrix_products() -> None:
         ({"model_type": "mixtral"}, "mixtral"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"attention_bias": True}, "attention_bias"),
-        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"model_type": "llama", "use_sliding_window": True}, "use_sliding_window"),
+        (
+            {
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+            "layer_types",
+        ),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),

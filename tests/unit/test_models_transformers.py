@@ -47,6 +47,12 @@ CASES = {
     "llama-all-heads": LlamaConfig(**SIZES | {"num_key_value_heads": 4}, tie_word_embeddings=False, head_dim=10),
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=False),
     "qwen2-tied": Qwen2Config(**SIZES | {"num_key_value_heads": 1}, tie_word_embeddings=True),
+    "qwen2-window": Qwen2Config(
+        **SIZES, tie_word_embeddings=False, use_sliding_window=True, sliding_window=5, max_window_layers=1
+    ),
+    "qwen3-all-window": Qwen3Config(
+        **SIZES, tie_word_embeddings=True, head_dim=16, use_sliding_window=True, sliding_window=3, max_window_layers=0
+    ),
     "qwen3": Qwen3Config(**SIZES, tie_word_embeddings=True, head_dim=16),
     "qwen3-untied": Qwen3Config(**SIZES | {"eos_token_id": [2, 3]}, tie_word_embeddings=False, head_dim=6),
 }
@@ -69,7 +75,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def hidden_of(decoder: Decoder, sequences: list[Tensor], rows_N: Tensor | None = None) -> Tensor:
     layout = PackedLayout.of([len(s) for s in sequences], CPU)
-    attend = lambda _, q, k, v: varlen_attention(q, k, v, layout)  # noqa: E731
+    attend = lambda i, q, k, v: varlen_attention(q, k, v, layout, decoder.spec.window_of(i))  # noqa: E731
     return decoder.hidden(torch.cat(sequences), layout.positions_T, attend, rows_N)
 
 

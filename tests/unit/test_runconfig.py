@@ -133,11 +133,11 @@ def test_a_bad_value_is_named_with_what_is_accepted(tables, words):
 
 
 def test_each_fault_is_named_once():
-    message = refusal(trainer={"steps": "ten", "eps": 0}, engine={"page_tokens": 0})
+    message = refusal(trainer={"steps": "ten", "eps": 0}, engine={"burst_steps": 0})
     assert message.split("; ") == [
         "trainer.steps = 'ten': need a whole number",
         "trainer.eps = 0: need more than 0.0",
-        "engine.page_tokens = 0: need 1 or more",
+        "engine.burst_steps = 0: need 1 or more",
     ]
 
 

@@ -77,10 +77,17 @@ class BucketPlan:
     )  # int64, the token at each place (the bucket's first where padded); None when nothing is padded
     unpad_T: Tensor | None  # int64, the place of each token
     mask: Tensor | None  # added to the scores: [B·K, Q or 1, L] for batched products, [B, 1, Q, L] for fused
+    window_mask: Tensor | None  # the same for windowed layers
 
 
 def plan_bucket(
-    bucket: Bucket, *, group: int, num_kv_heads: int, device: torch.device, dtype: torch.dtype
+    bucket: Bucket,
+    *,
+    group: int,
+    num_kv_heads: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    window: int | None = None,
 ) -> BucketPlan:
     pad_BQ = unpad_T = None
     if bucket.is_padded:
@@ -89,25 +96,32 @@ def plan_bucket(
         first_B = np.cumsum(bucket.counts_B) - bucket.counts_B
         pad_BQ = to_device(np.where(real_BQ, first_B[:, None] + place_Q, 0), device)
         unpad_T = to_device(np.flatnonzero(real_BQ), device)
+    mask = window_mask = _make_mask(bucket, group, num_kv_heads, device, dtype, None)
+    if window is not None and int(bucket.end_B.max()) > window:
+        window_mask = _make_mask(bucket, group, num_kv_heads, device, dtype, window)
     return BucketPlan(
         bucket=bucket,
         gather=to_device(bucket.gather, device),
         pad_BQ=pad_BQ,
         unpad_T=unpad_T,
-        mask=_make_mask(bucket, group, num_kv_heads, device, dtype),
+        mask=mask,
+        window_mask=window_mask,
     )
 
 
 def _make_mask(
-    bucket: Bucket, group: int, num_kv_heads: int, device: torch.device, dtype: torch.dtype
+    bucket: Bucket, group: int, num_kv_heads: int, device: torch.device, dtype: torch.dtype, window: int | None
 ) -> Tensor | None:
     """0 where a query may look, -inf where not. Padded queries see what their place implies; nobody reads them."""
     fused = is_fused(bucket)
-    if fused and not bucket.start_B.any():
+    if fused and window is None and not bucket.start_B.any():
         return None  # plain causal: real keys come before padded ones
     key_L = torch.arange(bucket.keys, device=device)
     start_B11 = to_device(bucket.start_B, device)[:, None, None]
-    seen_BQL = key_L <= start_B11 + torch.arange(bucket.queries, device=device)[:, None]
+    query_BQ1 = start_B11 + torch.arange(bucket.queries, device=device)[:, None]
+    seen_BQL = key_L <= query_BQ1
+    if window is not None:
+        seen_BQL &= key_L > query_BQ1 - window
     mask_BQL = torch.zeros(seen_BQL.shape, device=device, dtype=dtype).masked_fill_(~seen_BQL, float("-inf"))
     if fused:
         return mask_BQL[:, None]
@@ -127,44 +141,54 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 def make_attend(
-    pool: KvPool, layout: StepLayout, *, num_heads: int, device: torch.device, dtype: torch.dtype
+    pool: KvPool,
+    layout: StepLayout,
+    *,
+    num_heads: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    window: int | None = None,
+    first_window_layer: int = 0,
 ) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
-    """Return `attend(layer, q_THD, k_TKD, v_TKD) -> out_THD` for one step."""
+    """Return `attend(layer, q_THD, k_TKD, v_TKD) -> out_THD` for one step. With `window`, tokens see the newest so many
+    tokens in the layers from `first_window_layer` on."""
     group = num_heads // pool.num_kv_heads
     write_2TK = to_device(layout.write_2TK, device)
     plans = [
-        plan_bucket(bucket, group=group, num_kv_heads=pool.num_kv_heads, device=device, dtype=dtype)
+        plan_bucket(bucket, group=group, num_kv_heads=pool.num_kv_heads, device=device, dtype=dtype, window=window)
         for bucket in layout.buckets
     ]
 
     def attend(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         pool.write(layer, k_TKD, v_TKD, write_2TK)
+        windowed = layer >= first_window_layer
         if len(plans) == 1:
-            return _attend_bucket(pool, layer, plans[0], q_THD)
+            return _attend_bucket(pool, layer, plans[0], q_THD, windowed)
         out_THD = torch.empty_like(q_THD)
         for plan in plans:
             span = slice(plan.bucket.first_token, plan.bucket.first_token + plan.bucket.num_tokens)
-            out_THD[span] = _attend_bucket(pool, layer, plan, q_THD[span])
+            out_THD[span] = _attend_bucket(pool, layer, plan, q_THD[span], windowed)
         return out_THD
 
     return attend
 
 
-def _attend_bucket(pool: KvPool, layer: int, plan: BucketPlan, q_THD: Tensor) -> Tensor:
+def _attend_bucket(pool: KvPool, layer: int, plan: BucketPlan, q_THD: Tensor, windowed: bool) -> Tensor:
     bucket, num_kv, (_, num_heads, head_dim) = plan.bucket, pool.num_kv_heads, q_THD.shape
+    mask = plan.window_mask if windowed else plan.mask
     batch, queries, group = bucket.batch, bucket.queries, num_heads // num_kv
     kv = pool.gather(layer, plan.gather).view(2, batch * num_kv, bucket.keys, head_dim)
     padded = q_THD if plan.pad_BQ is None else q_THD[plan.pad_BQ.view(-1)]
     if queries == 1:
         q = padded.reshape(batch * num_kv, group, head_dim)
-        out = _attend_products(q, kv, plan.mask, head_dim).view(batch, num_heads, head_dim)
+        out = _attend_products(q, kv, mask, head_dim).view(batch, num_heads, head_dim)
     elif not is_fused(bucket):
         q_BKGQD = padded.reshape(batch, queries, num_kv, group, head_dim).permute(0, 2, 3, 1, 4)
         q = q_BKGQD.reshape(batch * num_kv, group * queries, head_dim)
-        out_BKGQD = _attend_products(q, kv, plan.mask, head_dim).view(batch, num_kv, group, queries, head_dim)
+        out_BKGQD = _attend_products(q, kv, mask, head_dim).view(batch, num_kv, group, queries, head_dim)
         out = out_BKGQD.permute(0, 3, 1, 2, 4).reshape(-1, num_heads, head_dim)
     else:
-        out = _attend_fused(padded.reshape(batch, queries, num_heads, head_dim), kv, plan.mask)
+        out = _attend_fused(padded.reshape(batch, queries, num_heads, head_dim), kv, mask)
     return out if plan.unpad_T is None else out[plan.unpad_T]
 
 

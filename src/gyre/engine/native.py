@@ -216,6 +216,7 @@ class NativeEngine:
                 page_tokens=config.page_tokens,
                 prefix_cache=config.prefix_cache,
                 emit=self._emit,
+                window=spec.widest_view,
                 num_slots=0 if host is None else host.num_slots,
                 rates=plan_rates(
                     config,

@@ -17,7 +17,7 @@ def choose(roster: Roster, row: int) -> Preemption:
     computed = int(roster.rows.computed_R[row])
     return choose_preemption(
         computed_tokens=computed,
-        num_pages=roster.num_pages_for(computed),
+        num_pages=roster.num_pages_for(computed) - int(roster.rows.first_R[row]),
         slots=roster.slots,
         rates=roster.rates,
     )
@@ -65,6 +65,7 @@ def resume(roster: Roster, sequence: Sequence) -> int:
     missing = len(held) - int(held.sum())
     pages = swapped.pages.copy()
     pages[~held] = taken[:missing]
+    rows.first_R[row] = rows.pages_R[row] = swapped.first
     rows.add_pages(row, pages)
     rows.add_pages(row, taken[missing:])
     roster.moves.bring_in(swapped.slots[~held], pages[~held])
@@ -89,7 +90,7 @@ def num_pages_to_resume(roster: Roster, sequence: Sequence) -> int:
     """Return how many pages a swapped sequence needs to go on: a decoding one has room for its next token's KV."""
     assert sequence.swapped is not None
     if sequence.swapped.decoding:
-        return roster.num_pages_for(sequence.swapped.computed + 1)
+        return roster.num_pages_for(sequence.swapped.computed + 1) - sequence.swapped.first
     return roster.num_pages_for(len(sequence.request.tokens) + len(sequence.chosen.tokens))
 
 
@@ -118,8 +119,8 @@ def mix_versions(roster: Roster) -> None:
 
 
 def _swap_out(roster: Roster, row: int, sequence: Sequence) -> None:
-    rows, computed = roster.rows, int(roster.rows.computed_R[row])
-    pages = rows.pages_of(row)[: roster.num_pages_for(computed)].copy()
+    rows, computed, first = roster.rows, int(roster.rows.computed_R[row]), int(roster.rows.first_R[row])
+    pages = rows.pages_of(row)[: roster.num_pages_for(computed) - first].copy()
     slots = roster.slots.take(len(pages))
     roster.moves.take_out(pages, slots)
     sequence.swapped = Swapped(
@@ -127,6 +128,7 @@ def _swap_out(roster: Roster, row: int, sequence: Sequence) -> None:
         pages=pages,
         stamps=roster.pages.stamps(pages),
         computed=computed,
+        first=first,
         decoding=bool(rows.decoding_R[row]),
         kv_version=int(rows.kv_version_R[row]),
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gyre.engine.pages import Pages
+from gyre.engine.pages import NULL_PAGE, Pages
 from gyre.engine.prefix import extend_keys, root_key
 from gyre.engine.prompts import keep_known, load_known, usable_pages
 from gyre.engine.requests import Sequence, State
@@ -46,7 +46,9 @@ class Roster:
         num_slots: int = 0,
         rates: Rates = NO_SWAP,
         score_bytes: int = 0,
+        window: int | None = None,
     ) -> None:
+        self.window = window  # tokens that the widest layer looks back at; None: some layer looks at all
         self.page_tokens, self.prefix_cache, self.emit, self.rates = page_tokens, prefix_cache, emit, rates
         self.rows = Rows(max_running, page_tokens)
         self.pages = Pages(num_pages, score_bytes=score_bytes)
@@ -139,6 +141,7 @@ class Roster:
     def fork(self, leader: int, sequence: Sequence) -> tuple[int, tuple[int, int] | None]:
         """Start a sibling on the leader's prompt pages. Return its row and the (from, to) page to copy, if any."""
         rows, prompt = self.rows, len(sequence.request.tokens)
+        assert rows.first_R[leader] == 0, "a prompt keeps its pages until it is computed"
         row = rows.take(sequence)
         sequence.enter(State.DECODING)
         full = prompt // self.page_tokens
@@ -199,12 +202,26 @@ class Roster:
         sequence = rows.sequence_at(row)
         blocks = int(min(rows.computed_R[row], rows.known_R[row])) // self.page_tokens
         self._extend_keys(sequence, rows.tokens_RW[row], blocks, version)
-        self.pages.remember(sequence.keys[:blocks], rows.pages_of(row)[:blocks], version)
+        first = int(rows.first_R[row])
+        self.pages.remember(sequence.keys[first:blocks], rows.pages_of(row)[: max(0, blocks - first)], version)
         if sequence.book is not None:
             keep_known(sequence.book, sequence.keys[:blocks], self.pages.prefix, self.page_tokens, version)
 
     def num_pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_tokens)
+
+    def give_unseen(self, decoding: np.ndarray) -> None:
+        """Take back pages that no later token sees, when every layer has a window; the null page takes their places."""
+        if self.window is None:
+            return
+        rows = self.rows
+        unseen = np.maximum(0, rows.computed_R[decoding] - self.window + 1) // self.page_tokens
+        for row, first in zip(decoding.tolist(), unseen.tolist(), strict=True):
+            begin = int(rows.first_R[row])
+            if first > begin:
+                self.pages.give(rows.table_RP[row, begin:first].copy())
+                rows.table_RP[row, begin:first] = NULL_PAGE
+                rows.first_R[row] = first
 
     def drop_swapped(self, sequence: Sequence) -> None:
         """Give back the slots of its KV in host memory."""
@@ -215,7 +232,7 @@ class Roster:
     def vacate(self, row: int) -> None:
         """Take row and pages back from whoever is there."""
         self.pages.give(self.rows.pages_of(row))
-        self.rows.pages_R[row] = 0
+        self.rows.pages_R[row] = self.rows.first_R[row] = 0
         if not self.rows.decoding_R[row]:
             self.prefilling.remove(row)
         self.rows.leave(row)

@@ -11,6 +11,8 @@ later and are counted in `known_R`. With nothing in flight known and length are 
 
 from __future__ import annotations
 
+import heapq
+
 import numpy as np
 
 from gyre.engine.requests import Chosen, Sequence
@@ -24,7 +26,7 @@ class Rows:
     def __init__(self, max_running: int, page_tokens: int) -> None:
         self.max_running, self.page_tokens = max_running, page_tokens
         self.sequences: list[Sequence | None] = [None] * max_running
-        self._free = list(range(max_running - 1, -1, -1))
+        self._free = list(range(max_running))  # a heap: the lowest row first, whatever was taken and left before
         self.revision = 0  # changes whenever a row is taken or left
         self._stays = 0
         self.tenure_R = np.zeros(max_running, dtype=np.int64)  # number of this stay, unique; 0 while the row is free
@@ -36,7 +38,8 @@ class Rows:
         self.computed_R = np.zeros(max_running, dtype=np.int64)  # tokens whose KV is in pages, or will be: in flight
         self.limit_R = np.zeros(max_running, dtype=np.int64)  # prompt + max_tokens
         self.chunk_due_R = np.zeros(max_running, dtype=np.int64)  # length at which the next chunk goes out
-        self.pages_R = np.zeros(max_running, dtype=np.int64)  # pages held
+        self.pages_R = np.zeros(max_running, dtype=np.int64)  # places of the table in use, from the first on
+        self.first_R = np.zeros(max_running, dtype=np.int64)  # of these, given back already: out of every window
         self.kv_version_R = np.full(max_running, -1, dtype=np.int64)  # of all its KV; -1 when mixed
         self.priority_R = np.zeros(max_running, dtype=np.int64)
         self.arrival_R = np.zeros(max_running, dtype=np.int64)
@@ -67,7 +70,7 @@ class Rows:
 
     def take(self, sequence: Sequence) -> int:
         """Give the sequence a row and load what it knows. Its KV and pages start empty."""
-        row = self._free.pop()
+        row = heapq.heappop(self._free)
         self.revision += 1
         request, sampling, known = sequence.request, sequence.request.sampling, sequence.known_tokens()
         prompt, length = len(request.tokens), len(known)
@@ -80,7 +83,7 @@ class Rows:
         self.length_R[row] = self.known_R[row] = length
         self.limit_R[row] = prompt + sampling.max_tokens
         self.chunk_due_R[row] = prompt + sequence.emitted + (request.chunk_tokens or sampling.max_tokens + 1)
-        self.pages_R[row], self.kv_version_R[row] = 0, -1
+        self.pages_R[row], self.first_R[row], self.kv_version_R[row] = 0, 0, -1
         self.priority_R[row], self.arrival_R[row] = request.priority, sequence.arrival
         self.key_R[row] = sequence.key
         self.temperature_R[row], self.top_k_R[row] = sampling.temperature, sampling.top_k
@@ -112,7 +115,7 @@ class Rows:
         self.active_R[row] = self.decoding_R[row] = False
         self.tenure_R[row] = 0
         self.revision += 1
-        self._free.append(row)
+        heapq.heappush(self._free, row)
         return sequence
 
     def sequence_at(self, row: int) -> Sequence:
@@ -131,7 +134,8 @@ class Rows:
         )
 
     def pages_of(self, row: int) -> np.ndarray:
-        return self.table_RP[row, : self.pages_R[row]]
+        """Return the pages that the row holds."""
+        return self.table_RP[row, self.first_R[row] : self.pages_R[row]]
 
     def add_pages(self, row: int, pages: np.ndarray) -> None:
         held = int(self.pages_R[row])

@@ -120,7 +120,15 @@ class Runner:
         """Forward pass, choice of one token for each sampling row, page copies."""
         spec = self.decoder.spec
         layout = lay_out(rows, step, num_kv_heads=spec.num_kv_heads)
-        attend = make_attend(self.pool, layout, num_heads=spec.num_heads, device=self.device, dtype=self.dtype)
+        attend = make_attend(
+            self.pool,
+            layout,
+            num_heads=spec.num_heads,
+            device=self.device,
+            dtype=self.dtype,
+            window=spec.window_tokens,
+            first_window_layer=spec.first_window_layer,
+        )
         tokens_T = self._input_tokens(rows, step, layout)
         hidden_TE = self.decoder.hidden(tokens_T, to_device(layout.positions_T, self.device), attend)
         if step.copies:

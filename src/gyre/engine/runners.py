@@ -60,6 +60,8 @@ def why_not_kernels(decoder: Decoder, config: EngineConfig) -> str | None:
     """Return why the C kernels cannot serve, or None."""
     if not config.c_kernels:
         return "engine.c_kernels = false"
+    if decoder.spec.window_tokens is not None:
+        return "sliding windows: the C kernels look at everything"
     if config.overlap:
         return "engine.overlap = true: the C kernels read the last tokens from the host"
     return why_not_c(decoder)
@@ -68,6 +70,8 @@ def why_not_kernels(decoder: Decoder, config: EngineConfig) -> str | None:
 def why_not_fused(decoder: Decoder, pool: KvPool) -> str | None:
     """Return why the fused kernels cannot serve this model, or None."""
     head_dim, page_tokens = decoder.spec.head_dim, pool.page_tokens
+    if decoder.spec.window_tokens is not None:
+        return "sliding windows: the fused kernels look at everything"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if decoder.dtype not in FUSED_DTYPES:

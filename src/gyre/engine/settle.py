@@ -60,7 +60,9 @@ def book(roster: Roster, step: Step, sampled: Sampled, *, text_stop: TextStop) -
     rows_N = step.sample_rows[places_N]
     roster.counters.generated_tokens += len(rows_N)
     _write(roster, rows_N, step.sample_positions[places_N], sampled, step.version)
-    return _hand_out(roster, rows_N, sampled, step.version, text_stop)
+    chunks = _hand_out(roster, rows_N, sampled, step.version, text_stop)
+    roster.give_unseen(rows_N[roster.rows.decoding_R[rows_N]])
+    return chunks
 
 
 def _remember_prompts(roster: Roster, step: Step, live_N: np.ndarray) -> None:

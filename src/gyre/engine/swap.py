@@ -43,6 +43,7 @@ class Swapped:
     pages: np.ndarray  # int32, where each was on the device
     stamps: np.ndarray  # int64, of those pages: an equal stamp means that the page was not handed out since
     computed: int  # tokens
+    first: int  # pages before the first kept one, out of every window
     decoding: bool
     kv_version: int  # -1 when mixed
 

@@ -28,23 +28,29 @@ from gyre.kernels.layout import KEEP_TOKENS, QUERY_BLOCK, PackedLayout
 __all__ = ["PackedLayout", "varlen_attention"]
 
 
-def varlen_attention(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: PackedLayout) -> Tensor:
-    """Attend causally, each sequence to itself only; scale 1/√D."""
+def varlen_attention(
+    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: PackedLayout, window: int | None = None
+) -> Tensor:
+    """Attend causally, each sequence to itself only; scale 1/√D. With `window` a token sees the newest so many tokens
+    up to and with itself."""
     assert len(q_THD) == layout.num_tokens, (len(q_THD), layout.num_tokens)
     if layout.num_tokens == 0:
         return q_THD
     if q_THD.is_cuda and q_THD.dtype in (torch.bfloat16, torch.float16):
-        return flash_attention(q_THD, k_TKD, v_TKD, layout)
-    if kernels_for(q_THD, q_THD.shape[2], unit=WHOLE_HEAD) and q_THD.dtype == k_TKD.dtype == v_TKD.dtype:
+        return flash_attention(q_THD, k_TKD, v_TKD, layout, window)
+    sees_all = window is None or window >= max(layout.lengths)
+    if sees_all and kernels_for(q_THD, q_THD.shape[2], unit=WHOLE_HEAD) and q_THD.dtype == k_TKD.dtype == v_TKD.dtype:
         return PackedAttention.apply(q_THD, k_TKD, v_TKD, layout)
-    return BucketedAttention.apply(q_THD, k_TKD, v_TKD, layout)
+    return BucketedAttention.apply(q_THD, k_TKD, v_TKD, layout, window)
 
 
-def flash_attention(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: PackedLayout) -> Tensor:
+def flash_attention(
+    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: PackedLayout, window: int | None = None
+) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn  # deferred: of no use without CUDA
 
     longest, group = max(layout.lengths), q_THD.shape[1] // k_TKD.shape[1]
-    options: dict[str, Any] = {"window_size": (-1, 0)}
+    options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:
         options["enable_gqa"] = group > 1
     elif group > 1:  # torch before 2.13 wants as many key heads as query heads
@@ -82,18 +88,20 @@ class PackedAttention(torch.autograd.Function):
 
 class BucketedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: PackedLayout) -> Tensor:
+    def forward(
+        ctx: Any, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: PackedLayout, window: int | None
+    ) -> Tensor:
         q_PHD, k_PKD, v_PKD = (into_slots(x, layout) for x in (q_THD, k_TKD, v_TKD))
         out_PHD = torch.empty_like(q_PHD)
         saved: list[Tensor] = []
         counts: list[int] = []  # of tensors saved for each bucket
         for slots, batch in bucket_slices(layout):
             q_SGLD, k_SLD, v_SLD = arrange(q_PHD[slots], k_PKD[slots], v_PKD[slots], batch)
-            out_SGLD, probabilities = attend(q_SGLD, k_SLD, v_SLD)
+            out_SGLD, probabilities = attend(q_SGLD, k_SLD, v_SLD, window)
             out_PHD[slots].view(batch, -1, *q_THD.shape[1:]).copy_(heads_last(out_SGLD, batch))
             saved += [q_SGLD, k_SLD, v_SLD, *probabilities]
             counts.append(3 + len(probabilities))
-        ctx.layout, ctx.counts = layout, counts
+        ctx.layout, ctx.counts, ctx.window = layout, counts, window
         ctx.save_for_backward(*saved)
         return out_of_slots(out_PHD, layout)
 
@@ -107,18 +115,18 @@ class BucketedAttention(torch.autograd.Function):
         for (slots, batch), count in zip(bucket_slices(layout), ctx.counts, strict=True):
             q_SGLD, k_SLD, v_SLD, *probabilities = itertools.islice(saved, count)
             grad_out_SGLD = heads_first(grad_out_PHD[slots], batch, len(k_SLD) // batch)
-            grads_SLD = attend_backward(grad_out_SGLD, q_SGLD, k_SLD, v_SLD, probabilities)
+            grads_SLD = attend_backward(grad_out_SGLD, q_SGLD, k_SLD, v_SLD, probabilities, ctx.window)
             parts.append([heads_last(grad, batch).flatten(0, 1) for grad in grads_SLD])
-        return *(out_of_slots(torch.cat(columns), layout) for columns in zip(*parts, strict=True)), None
+        return *(out_of_slots(torch.cat(columns), layout) for columns in zip(*parts, strict=True)), None, None
 
 
-def attend(q_SGLD: Tensor, k_SLD: Tensor, v_SLD: Tensor) -> tuple[Tensor, list[Tensor]]:
+def attend(q_SGLD: Tensor, k_SLD: Tensor, v_SLD: Tensor, window: int | None) -> tuple[Tensor, list[Tensor]]:
     """Return the attended values of one bucket, and its probabilities by block where they are small enough to keep
     for the backward pass."""
     out_SGLD = torch.empty_like(q_SGLD)
     probabilities: list[Tensor] = []
     for start, stop in query_blocks(q_SGLD.shape[2]):
-        probabilities_SXC = attention_probabilities(q_SGLD[:, :, start:stop], k_SLD[:, :stop], start)
+        probabilities_SXC = attention_probabilities(q_SGLD[:, :, start:stop], k_SLD[:, :stop], start, window)
         out_SXD = probabilities_SXC @ v_SLD[:, :stop]
         out_SGLD[:, :, start:stop] = out_SXD.view(len(k_SLD), q_SGLD.shape[1], stop - start, -1)
         if q_SGLD.shape[2] <= KEEP_TOKENS:
@@ -127,7 +135,12 @@ def attend(q_SGLD: Tensor, k_SLD: Tensor, v_SLD: Tensor) -> tuple[Tensor, list[T
 
 
 def attend_backward(
-    grad_out_SGLD: Tensor, q_SGLD: Tensor, k_SLD: Tensor, v_SLD: Tensor, probabilities: list[Tensor]
+    grad_out_SGLD: Tensor,
+    q_SGLD: Tensor,
+    k_SLD: Tensor,
+    v_SLD: Tensor,
+    probabilities: list[Tensor],
+    window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q_SGLD, k_SLD and v_SLD. Without kept probabilities they are computed again."""
     grad_q_SGLD, grad_k_SLD, grad_v_SLD = torch.empty_like(q_SGLD), torch.empty_like(k_SLD), torch.empty_like(v_SLD)
@@ -140,7 +153,7 @@ def attend_backward(
         if probabilities:
             p_SXC = probabilities[number]
         else:
-            p_SXC = attention_probabilities(q_SGLD[:, :, start:stop], k_SCD, start)
+            p_SXC = attention_probabilities(q_SGLD[:, :, start:stop], k_SCD, start, window)
         grad_v_SLD[:, :stop].baddbmm_(p_SXC.mT, grad_SXD, beta=beta)
         grad_s_SXC = torch.ops.aten._softmax_backward_data(grad_SXD @ v_SCD.mT, p_SXC, -1, p_SXC.dtype)
         grad_k_SLD[:, :stop].baddbmm_(grad_s_SXC.mT, q_SXD, beta=beta, alpha=scale)
@@ -149,11 +162,14 @@ def attend_backward(
     return grad_q_SGLD, grad_k_SLD, grad_v_SLD
 
 
-def attention_probabilities(q_SGQD: Tensor, k_SCD: Tensor, start: int) -> Tensor:
+def attention_probabilities(q_SGQD: Tensor, k_SCD: Tensor, start: int, window: int | None) -> Tensor:
     """Return the softmax over keys of queries that begin at position `start`."""
     group, num_queries = q_SGQD.shape[1:3]
     hidden_QC = torch.full((num_queries, k_SCD.shape[1]), float("-inf"), dtype=k_SCD.dtype, device=k_SCD.device)
-    mask_1XC = hidden_QC.triu_(start + 1).repeat(group, 1)[None]
+    mask_QC = hidden_QC.triu(start + 1)
+    if window is not None:
+        mask_QC += hidden_QC.tril_(start - window)
+    mask_1XC = mask_QC.repeat(group, 1)[None]
     scores_SXC = torch.baddbmm(mask_1XC, q_SGQD.flatten(1, 2), k_SCD.mT, alpha=q_SGQD.shape[-1] ** -0.5)
     return torch.softmax(scores_SXC, -1)
 

@@ -55,9 +55,13 @@ def _backward_by_torch(grad_NE: Tensor, x_NE: Tensor, rstd_N1: Tensor, weight_E:
     # torch has no RMSNorm backward for CPU, but a fused LayerNorm one. With mean 0 given as the statistic it differs
     # from ours only by the gradient through the mean, -(grad · weight) · rstd / E, which we put back.
     statistics_weight_E = weight_E.to(rstd_N1.dtype)
+    wide = grad_NE.dtype in (torch.float32, torch.float64)
     grad_x_NE, grad_weight_E, _ = torch.ops.aten.native_layer_norm_backward(
-        grad_NE, x_NE, features, torch.zeros_like(rstd_N1), rstd_N1, statistics_weight_E, None, [True, True, False]
+        grad_NE, x_NE, features, torch.zeros_like(rstd_N1), rstd_N1, statistics_weight_E, None, [True, wide, False]
     )
+    if not wide:  # the fused one adds rows up in their own dtype, and loses a tenth of them
+        products_NE = (grad_NE * x_NE).reshape(-1, features[-1])
+        grad_weight_E = torch.mm(rstd_N1.reshape(1, -1).to(products_NE.dtype), products_NE)[0]
     through_mean_N1 = (grad_NE @ weight_E)[..., None] * (rstd_N1 / features[0])
     return grad_x_NE.add_(through_mean_N1.to(grad_x_NE.dtype)), grad_weight_E.to(weight_E.dtype)
 

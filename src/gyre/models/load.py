@@ -151,5 +151,9 @@ def probe_logits(decoder: Decoder, num_tokens: int = 8) -> Tensor:
     num_tokens = min(num_tokens, decoder.spec.context_tokens)
     tokens_T = (torch.arange(num_tokens, device=device) * 7919 + 1) % decoder.spec.vocab_size
     layout = PackedLayout.of([num_tokens], device)
-    hidden_TE = decoder.hidden(tokens_T, layout.positions_T, lambda _, q, k, v: varlen_attention(q, k, v, layout))
+
+    def attend(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        return varlen_attention(q_THD, k_TKD, v_TKD, layout, decoder.spec.window_of(layer))
+
+    hidden_TE = decoder.hidden(tokens_T, layout.positions_T, attend)
     return decoder.logits(hidden_TE[-1:])[0].float()

@@ -46,8 +46,19 @@ class ModelSpec:
     norm_eps: float
     qkv_bias: bool
     qk_norm: bool
+    window_tokens: int | None = None  # newest tokens, itself included, that a token sees in a windowed layer
+    first_window_layer: int = 0  # it and those after it are windowed; meaningful with window_tokens
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
+
+    def window_of(self, layer: int) -> int | None:
+        """Return the layer's window in tokens, or None where every token sees all before it."""
+        return self.window_tokens if layer >= self.first_window_layer else None
+
+    @property
+    def widest_view(self) -> int | None:
+        """The most tokens that any layer looks back at; None when some layer looks at all."""
+        return self.window_tokens if self.first_window_layer == 0 else None
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return our parameter names with their shapes, in the order of the forward pass."""
@@ -124,6 +135,7 @@ def spec_from_hub_config(config: Mapping[str, Any]) -> ModelSpec:
     refuse_unsupported(family, config)
     hidden_size, num_heads = need(config, "hidden_size"), need(config, "num_attention_heads")
     theta, scaling = rope_of(config)
+    window_tokens, first_window_layer = window_of(family, config)
     return checked(
         ModelSpec(
             family=family,
@@ -142,6 +154,8 @@ def spec_from_hub_config(config: Mapping[str, Any]) -> ModelSpec:
             norm_eps=float(config.get("rms_norm_eps", 1e-6)),
             qkv_bias=family == "qwen2",
             qk_norm=family == "qwen3",
+            window_tokens=window_tokens,
+            first_window_layer=first_window_layer,
             bos_id=config.get("bos_token_id"),
             eos_ids=ids_of(config.get("eos_token_id")),
         )
@@ -178,6 +192,10 @@ def hub_config_from_spec(spec: ModelSpec) -> dict[str, Any]:
         config["use_sliding_window"] = False
     else:
         config["attention_bias"] = False
+    if spec.window_tokens is not None:
+        config["use_sliding_window"] = True
+        config["sliding_window"] = spec.window_tokens
+        config["max_window_layers"] = spec.first_window_layer
     if spec.family == "llama":
         config["mlp_bias"] = False
     return config
@@ -194,6 +212,23 @@ def ids_of(value: Any) -> tuple[int, ...]:
     if value is None:
         return ()
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+
+def window_of(family: str, config: Mapping[str, Any]) -> tuple[int | None, int]:
+    """Return the window in tokens, if any, and the first layer that has it, as transformers reads Qwen's keys."""
+    if family == "llama" or not config.get("use_sliding_window") or config.get("sliding_window") is None:
+        return None, 0
+    window, layers = need(config, "sliding_window"), need(config, "num_hidden_layers")
+    first = config.get("max_window_layers", 28)
+    kinds = config.get("layer_types")
+    if kinds is not None:
+        first = list(kinds).index("sliding_attention") if "sliding_attention" in kinds else layers
+        if list(kinds) != ["full_attention"] * first + ["sliding_attention"] * (layers - first):
+            raise InputError(
+                f"config.json has layer_types {kinds!r}; we run full layers first and windowed ones after them",
+                hint="interleaved windows are not supported",
+            )
+    return (window, first) if first < layers else (None, 0)
 
 
 def rope_of(config: Mapping[str, Any]) -> tuple[float, dict[str, float] | None]:
@@ -219,13 +254,14 @@ def refuse_unsupported(family: str, config: Mapping[str, Any]) -> None:
     accepted: dict[str, tuple[Any, ...]] = {
         "hidden_act": ("silu", "swish", None),
         "mlp_bias": (False, None),
-        "use_sliding_window": (False, None),
         "partial_rotary_factor": (1.0, None),
         "pretraining_tp": (1, None),
         "quantization_config": (None,),
     }
     if family != "qwen2":
         accepted["attention_bias"] = (False, None)
+    if family == "llama":
+        accepted["use_sliding_window"] = (False, None)
     for key, values in accepted.items():
         if config.get(key) not in values:
             wanted = " or ".join(repr(v) for v in values)

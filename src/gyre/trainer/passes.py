@@ -25,7 +25,7 @@ def hidden_states(decoder: Decoder, chunk: Chunk, rows_N: Tensor | None = None) 
     """Run the decoder over a chunk; each sequence sees itself only. With `rows_N`, hidden states of those tokens."""
 
     def attend(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        return varlen_attention(q_THD, k_TKD, v_TKD, chunk.layout)
+        return varlen_attention(q_THD, k_TKD, v_TKD, chunk.layout, decoder.spec.window_of(layer))
 
     return decoder.hidden(chunk.tokens_T, chunk.layout.positions_T, attend, rows_N)
 
