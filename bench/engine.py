@@ -24,7 +24,7 @@ from gyre.engine.native import NativeEngine
 from gyre.engine.streams import collect
 from gyre.models.decoder import Decoder
 from gyre.models.spec import ModelSpec
-from record import RECORDS, kept_peer, parser, say
+from record import RECORDS, parser, say
 
 COPY_BYTES_PER_S, MATMUL_FLOPS = 4.28e12, 794e12  # measured on an H200
 COMMON = {
@@ -43,18 +43,26 @@ def main() -> None:
     options.add_argument("--shape", choices=tuple(SHAPES), default="0.6b")
     options.add_argument("--runs", type=int, default=3, help="measured runs after one that is not; the median counts")
     options.add_argument("--token-budget", type=int, default=16_384)
+    options.add_argument("--batch-invariant", action="store_true", help="the same workload in batch-invariant mode")
+    options.add_argument("--prefix-hits", action="store_true", help="prompts share nine tenths; cache on")
+    options.add_argument(
+        "--streams", type=int, nargs="*", default=[], metavar="N",
+        help="then 1,024 tokens in and out at these concurrencies, streamed: TTFT and ITL",
+    )  # fmt: skip
     options.add_argument("--profile", action="store_true", help="one more run under the profiler: time by kernel")
     args = options.parse_args()
     spec = SHAPES[args.shape]
     rates, detail = asyncio.run(measure(spec, args))
     name = f"engine_{args.shape.replace('.', '_')}"
+    if args.batch_invariant or args.prefix_hits:
+        name += "_invariant" if args.batch_invariant else "_prefix_hits"
     say(
         args,
         name=name,
         unit="tokens/s",
         ours=statistics.median(rates),
-        peer=kept_peer(name) or peer_record(args.shape),
-        limit=roofline(spec, *workload(0)),
+        peer=None if args.prefix_hits else peer_record(args.shape),
+        limit=None if args.prefix_hits else roofline(spec, *workload(0)),
         settings={
             "requests": REQUESTS, "tokens": f"{SHORTEST}-{LONGEST} in and out", "temperature": 0.6, "dtype": "bfloat16",
             "token_budget": args.token_budget, "device": torch.cuda.get_device_name(), "triton": triton_version(),
@@ -105,14 +113,18 @@ async def measure(spec: ModelSpec, args: Any) -> tuple[list[float], dict[str, An
         events[kind] = events.get(kind, 0) + 1
 
     config = EngineConfig(
-        page_tokens=64, kv_fraction=0.85, max_running=REQUESTS, token_budget=args.token_budget, prefix_cache=False
+        kv_fraction=0.85,
+        max_running=REQUESTS,
+        token_budget=args.token_budget,
+        prefix_cache=args.prefix_hits,
+        batch_invariant=args.batch_invariant,
     )
     with ThreadPoolExecutor(1) as compute:
         engine = NativeEngine(decoder, config, compute=compute, emit=emit, device=device, dtype=torch.bfloat16)
         await engine.start(dummy=False)
         await generate(engine, [[1, 2, 3]], [1], "first")
         first_s = time.perf_counter()
-        rates = [await one_run(engine, run) for run in range(args.runs + 1)][1:]
+        rates = [await one_run(engine, run, shared=args.prefix_hits) for run in range(args.runs + 1)][1:]
         detail = {
             "start_to_first_token_s": round(first_s - begun_s, 2),
             "of_that_weights_s": round(made_s - begun_s, 2),
@@ -120,14 +132,19 @@ async def measure(spec: ModelSpec, args: Any) -> tuple[list[float], dict[str, An
             "events": events,
             "device_bytes": torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0],
         }
+        detail["streams_ms"] = {count: await streamed(engine, count) for count in args.streams}
+        detail["one_stream_limit_ms"] = round(spec.weight_bytes(torch.bfloat16) / COPY_BYTES_PER_S * 1e3, 3)
         if args.profile:
             detail["profile"] = await profile(engine, args.runs + 1)
         await engine.terminate()
     return rates, detail
 
 
-async def one_run(engine: NativeEngine, run: int) -> float:
+async def one_run(engine: NativeEngine, run: int, *, shared: bool = False) -> float:
     prompts, outputs = workload(run)
+    if shared:  # nine tenths of each prompt are the same in all, and from run to run
+        common = workload(0)[0][0] * 10
+        prompts = [common[: len(prompt) * 9 // 10] + prompt[len(prompt) * 9 // 10 :] for prompt in prompts]
     begun_s = time.perf_counter()
     await generate(engine, prompts, outputs, str(run))
     return sum(outputs) / (time.perf_counter() - begun_s)
@@ -149,6 +166,33 @@ async def generate(engine: NativeEngine, prompts: list[list[int]], outputs: list
     answers = [part for stream in streams for part in await collect(stream)]
     got = [len(answer.tokens) for answer in answers]
     assert got == outputs, [answer.reason for answer in answers if answer.reason][:3]
+
+
+async def streamed(engine: NativeEngine, concurrency: int) -> dict[str, float]:
+    """Milliseconds to the first token and between tokens, with `concurrency` requests sent at once."""
+    rng, length = np.random.default_rng(concurrency), 1024
+    arrivals: list[np.ndarray] = []
+
+    async def one(index: int) -> None:
+        request = Request(
+            request_id=f"stream{concurrency}.{index}",
+            tokens=rng.integers(0, 10_000, length).astype(np.int32),
+            sampling=Sampling(temperature=0.6, max_tokens=length, ignore_eos=True),
+            seed=index,
+            chunk_tokens=1,
+        )
+        begun_s, times = time.perf_counter(), []
+        async for chunk in engine.submit(request):
+            times += [time.perf_counter() - begun_s] * len(chunk.tokens)
+        arrivals.append(np.asarray(times))
+
+    begun_s = time.perf_counter()
+    await asyncio.gather(*[one(index) for index in range(concurrency)])
+    wall_s = time.perf_counter() - begun_s
+    first, gaps = np.array([times[0] for times in arrivals]), np.concatenate([np.diff(times) for times in arrivals])
+    named = {"ttft_p50": (first, 50), "ttft_p99": (first, 99), "itl_p50": (gaps, 50), "itl_p99": (gaps, 99)}
+    found = {name: round(float(np.percentile(values, rank)) * 1e3, 3) for name, (values, rank) in named.items()}
+    return {**found, "tokens_per_s": round(concurrency * length / wall_s)}
 
 
 async def profile(engine: NativeEngine, run: int) -> dict[str, Any]:
