@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 TILE_TOKENS = 64  # keys of a round; 2 warps and 3 stages keep 4 programs busy on a multiprocessor
 PROGRAMS_PER_SM = 4
@@ -74,11 +75,11 @@ def decode_attention(
         work.row_B, work.position_B, work.first_B, work.item_I, work.size_2, table_RP,
         q_BHD.stride(0), table_RP.stride(0), LOG2_E / head_dim**0.5,
         PAGE=page_tokens, TILE=tile, GP=max(16, triton.next_power_of_2(group)), **shape,
-        num_warps=2, num_stages=3,
+        num_warps=2, num_stages=3, launch_pdl=True,
     )  # fmt: skip
     _join_pieces[(batch, num_kv)](
         out_BHD, scratch.out_IHD, scratch.weight_IH, work.position_B, work.first_B, work.size_2,
-        K=num_kv, G=group, D=head_dim, GP=triton.next_power_of_2(group), num_warps=1,
+        K=num_kv, G=group, D=head_dim, GP=triton.next_power_of_2(group), num_warps=1, launch_pdl=True,
     )  # fmt: skip
 
 
@@ -91,6 +92,7 @@ def _attend_pieces(
 ):  # fmt: skip
     offs_g, offs_d, offs_t = tl.arange(0, GP), tl.arange(0, D), tl.arange(0, TILE)
     total, piece_tokens = tl.load(size_ptr) * K, tl.load(size_ptr + 1)
+    gdc_wait()  # started early: the queries and the newest keys are being written until here
     programs = tl.num_programs(0)
     for round_ in range(tl.cdiv(total, programs)):
         # Items come longest first; taking them to and fro evens out what each program gets.
@@ -138,6 +140,7 @@ def _attend_pieces(
             part = tl.load(first_ptr + place) + piece
             tl.store(part_ptr + part * (K * G * D) + out_offs, acc, mask=in_group[:, None])
             tl.store(weight_ptr + part * (K * G) + head * G + offs_g, best + tl.log2(total_w), mask=in_group)
+    gdc_launch_dependents()
 
 
 @triton.jit
@@ -151,6 +154,7 @@ def _join_pieces(
     in_group = offs_g < G
     heads = head * G + offs_g
     out_offs = place.to(tl.int64) * (K * G * D) + heads[:, None] * D + offs_d[None, :]
+    gdc_wait()
     if length <= 0:
         tl.store(out_ptr + out_offs, tl.zeros([GP, D], out_ptr.dtype.element_ty), mask=in_group[:, None])
     piece_tokens = tl.load(size_ptr + 1)

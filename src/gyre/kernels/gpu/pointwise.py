@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 
 
 def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float, out_TE: Tensor) -> None:
@@ -80,6 +81,7 @@ def _turn_and_write(
 ):  # fmt: skip
     """Program (t, g): K query heads from g · K on; the last g does keys and values."""
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    gdc_launch_dependents()  # attention may get ready meanwhile; it waits for our end before it reads
     position = tl.load(position_ptr + token)
     if position < 0:
         return
