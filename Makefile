@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 GYRE := $(BIN)/gyre
 DEMO_RUN := runs/arith_grpo_cpu
 
-.PHONY: demo install install-dev test test-all check gpu-test bench clean
+.PHONY: demo install install-dev test test-all check gpu-test bench bench-gpu clean
 
 demo: install
 	$(GYRE) train configs/arith_grpo_cpu.toml --check-goal
@@ -37,6 +37,13 @@ test-all: check
 
 gpu-test:
 	python3 -m pytest -m gpu tests/gpu
+
+bench-gpu:
+	cd bench && PYTHONPATH=../src python3 attention_gpu.py
+	cd bench && PYTHONPATH=../src python3 engine.py --shape 0.6b
+	cd bench && PYTHONPATH=../src python3 engine.py --shape 8b --streams 1 8 32 128
+	cd bench && PYTHONPATH=../src python3 engine.py --shape 8b --batch-invariant
+	cd bench && PYTHONPATH=../src python3 engine.py --shape 8b --prefix-hits
 
 bench: install
 	$(BIN)/python bench/sandbox.py

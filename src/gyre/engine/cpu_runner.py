@@ -6,6 +6,8 @@ cycle. Chosen by runners; decode inputs come from the rows, so nothing may be in
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -32,7 +34,7 @@ class Landed:
 
 
 class CpuRunner:
-    """Rows that ask for nothing but a temperature are served by one call; others choose by torch, on logits of it."""
+    """Rows that ask for nothing but a temperature are served by one call; others choose by torch, on its logits."""
 
     def __init__(self, decoder: Decoder, pool: KvPool, *, rows_at_once: int) -> None:
         self.decoder, self.pool = decoder, pool
@@ -45,23 +47,32 @@ class CpuRunner:
         row_N = step.sample_rows
         uniform_N = uniforms(rows.key_R[row_N], step.sample_positions - rows.prompt_R[row_N])
         targets = find_targets(rows, step, _places(step))
-        plain = not (rows.truncated_R[row_N] | rows.shaped_R[row_N] | (rows.told_R[row_N] > 0)).any()
-        if plain and targets is None:
-            flight: Flight = Landed(self._step.choose(rows, step, _inverse(rows.temperature_R[row_N]), uniform_N))
-            self.pool.copy_pages(step.copies)
-            return flight
-        scores = None
-        if targets is None:
-            logits_NV = self._step.logits(rows, step)
-        else:
-            hidden_QE = self._step.hidden(rows, step, targets.place_Q)
-            logits_NV = self.decoder.logits(hidden_QE[: len(row_N)]).float()
-            scores = score(targets, hidden_QE[len(row_N) :], self.decoder.logits, rows_at_once=self._rows_at_once)
+        chosen = self._step.choose(
+            rows, step, _inverse(rows.temperature_R[row_N]), uniform_N, None if targets is None else targets.place_Q
+        )
         self.pool.copy_pages(step.copies)
-        if len(row_N) == 0:
-            return TorchFlight(None, None, scores)
-        choice, rules = self._rules.choose(logits_NV, rows, step, torch.from_numpy(uniform_N))
-        return TorchFlight(choice, rules, scores)
+        ruled_N = rows.truncated_R[row_N] | rows.shaped_R[row_N] | (rows.told_R[row_N] > 0)
+        if targets is None and not ruled_N.any():
+            return Landed(chosen.sampled)
+        scores = None
+        if targets is not None:
+            scores = score(targets, chosen.hidden_QE, self.decoder.logits, rows_at_once=self._rows_at_once)
+        if not ruled_N.any():
+            pieces = TorchFlight(None, None, scores).fetch().pieces
+            return Landed(replace(chosen.sampled, pieces=pieces))
+        choice, rules = self._rules.choose(chosen.logits_NV, rows, step, torch.from_numpy(uniform_N))
+        by_rules = TorchFlight(choice, rules, scores).fetch()
+        return Landed(_merge(by_rules, chosen.sampled, ruled_N))
+
+
+def _merge(by_rules: Sampled, plain: Sampled, ruled_N: np.ndarray) -> Sampled:
+    """Rows without rules keep what the kernels chose for them, so that no neighbour's rules change a bit of theirs."""
+    return replace(
+        by_rules,
+        tokens=np.where(ruled_N, by_rules.tokens, plain.tokens),
+        logprobs=np.where(ruled_N, by_rules.logprobs, plain.logprobs),
+        raw_logprobs=np.where(ruled_N, by_rules.raw_logprobs, plain.raw_logprobs),
+    )
 
 
 def _places(step: Step) -> np.ndarray:

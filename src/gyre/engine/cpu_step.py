@@ -10,6 +10,7 @@ moment, so that whoever moves or changes them need not say so.
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -38,6 +39,15 @@ def why_not_c(decoder: Decoder) -> str | None:
     return library.reason if isinstance(library, Unavailable) else None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Chosen:
+    """What a step gave. The logits are overwritten by the next step."""
+
+    sampled: Sampled
+    logits_NV: Tensor
+    hidden_QE: Tensor
+
+
 class CpuStep:
     """Scratch, rotary tables and argument records, kept from step to step."""
 
@@ -62,53 +72,58 @@ class CpuStep:
     def logits(self, rows: Rows, step: Step) -> Tensor:
         """Run the step; return logits_NV, overwritten by the next step."""
         row_S, start_S, count_S, source_N = _sequences(rows, step)
-        self._run(rows, (row_S, start_S, count_S), source_N)
-        return self._logits[: len(step.sample_rows) * self._model.vocab].view(-1, self._model.vocab)
+        self._run(rows, (row_S, start_S, count_S), source_N, np.empty(0, np.int64))
+        return self._last_logits(len(source_N))
 
-    def choose(self, rows: Rows, step: Step, inverse_N: np.ndarray, uniform_N: np.ndarray) -> Sampled:
-        """Run the step and choose a token per row: greedy where inverse_N (1 / temperature, float32) is 0."""
+    def choose(
+        self, rows: Rows, step: Step, inverse_N: np.ndarray, uniform_N: np.ndarray, place_Q: np.ndarray | None = None
+    ) -> Chosen:
+        """Run the step and choose a token per row: greedy where inverse_N (1 / temperature, float32) is 0. With
+        place_Q, also give the hidden states of these tokens of the step."""
         row_S, start_S, count_S, source_N = _sequences(rows, step)
         num_samples = len(source_N)
+        place_Q = np.empty(0, np.int64) if place_Q is None else place_Q
         token_N = np.empty(num_samples, np.int32)
         logprob_N, raw_N = np.empty(num_samples, np.float32), np.empty(num_samples, np.float32)
-        record = self._step
+        record, decoder = self._step, self._decoder
         record.inverse_N, record.uniform_N = _at(inverse_N), _at(uniform_N)
         record.token_N, record.logprob_N, record.raw_N = _at(token_N), _at(logprob_N), _at(raw_N)
-        self._run(rows, (row_S, start_S, count_S), source_N, chooses=True)
-        return Sampled(tokens=token_N, logprobs=logprob_N, raw_logprobs=raw_N, supports={})
+        residual_QE = self._run(rows, (row_S, start_S, count_S), source_N, place_Q, chooses=True)
+        return Chosen(
+            sampled=Sampled(tokens=token_N, logprobs=logprob_N, raw_logprobs=raw_N, supports={}),
+            logits_NV=self._last_logits(num_samples),
+            hidden_QE=rms_norm(residual_QE.to(decoder.dtype), decoder.final_norm.weight, decoder.spec.norm_eps),
+        )
 
-    def hidden(self, rows: Rows, step: Step, place_Q: np.ndarray) -> Tensor:
-        """Run the step; return the hidden states, final norm applied, of the rows that choose and then of the tokens
-        at place_Q of the step."""
-        row_S, start_S, count_S, source_N = _sequences(rows, step)
-        source_Q = np.concatenate([source_N, place_Q])
-        residual_QE = torch.empty(len(source_Q), self._decoder.spec.hidden_size)
-        self._run(rows, (row_S, start_S, count_S), source_Q, residual_QE=residual_QE)
-        decoder = self._decoder
-        return rms_norm(residual_QE.to(decoder.dtype), decoder.final_norm.weight, decoder.spec.norm_eps)
+    def _last_logits(self, count: int) -> Tensor:
+        return self._logits[: count * self._model.vocab].view(-1, self._model.vocab)
 
     def _run(
         self,
         rows: Rows,
         sequences: tuple[np.ndarray, np.ndarray, np.ndarray],
         source_N: np.ndarray,
+        place_Q: np.ndarray,
         *,
         chooses: bool = False,
-        residual_QE: Tensor | None = None,
-    ) -> None:
-        (row_S, start_S, count_S), num_samples = sequences, len(source_N)
+    ) -> Tensor:
+        """Leave logits of source_N behind; return the residual stream of place_Q."""
+        (row_S, start_S, count_S), source = sequences, np.concatenate([source_N, place_Q])
+        residual_QE = torch.empty(len(place_Q), self._decoder.spec.hidden_size)
         record, pool = self._step, self._pool.tensor
-        record.sequences, record.tokens, record.samples = len(row_S), int(count_S.sum()), num_samples
+        record.sequences, record.tokens, record.samples = len(row_S), int(count_S.sum()), len(source)
+        record.projected, record.residual_NE = len(source_N), residual_QE.data_ptr()
         record.threads = torch.get_num_threads()
         record.row_S, record.start_S, record.count_S = _at(row_S), _at(start_S), _at(count_S)
         record.tokens_RW, record.width = _at(rows.tokens_RW), rows.tokens_RW.shape[1]
         record.table_RP, record.pages_width = _at(rows.table_RP), rows.table_RP.shape[1]
-        record.source_N = _at(source_N)
+        record.source_N = _at(source)
         record.pool, record.page_tokens = pool.data_ptr(), rows.page_tokens
         record.layer_stride, record.page_stride = pool.stride(0), pool.stride(1)
-        record.chooses, record.residual_NE = int(chooses), None if residual_QE is None else residual_QE.data_ptr()
+        record.chooses = int(chooses)
         self._provide(int((start_S + count_S).max()))
         self._library.step(ctypes.byref(self._model), ctypes.byref(record))
+        return residual_QE
 
     def _provide(self, num_positions: int) -> None:
         """Weights, rotary tables, room for the work and for logits, as this step needs them."""
@@ -124,9 +139,9 @@ class CpuStep:
             needed = self._library.scratch_bytes(ctypes.byref(model), *sizes) + 64
             if needed > self._scratch.numel():
                 self._scratch = torch.zeros(needed, dtype=torch.uint8)
-            if record.samples * model.vocab > self._logits.numel():
-                self._logits = torch.empty(record.samples * model.vocab)
             self._sizes = sizes
+        if record.projected * model.vocab > self._logits.numel():
+            self._logits = torch.empty(record.projected * model.vocab)
         record.scratch, record.logits_NV = -(-self._scratch.data_ptr() // 64) * 64, self._logits.data_ptr()
 
     def _tables(self, num_positions: int) -> tuple[Tensor, Tensor]:

@@ -10,12 +10,13 @@ come from the device, where sampling left them, so that a step can be launched b
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gyre.engine.attention import KvPool
+from gyre.engine.attention import KvPool, to_device
 from gyre.engine.draws import uniforms
 from gyre.engine.gpu_attention import ChunkArrays, GpuAttention
 from gyre.engine.gpu_layout import INVARIANT_PIECE, cut_pieces, plan_graph_batches, plan_piece
@@ -117,7 +118,8 @@ class GpuRunner:
         if len(step.restored_rows):
             self._restore(rows, step)
         row_N = step.sample_rows
-        plain = not (rows.truncated_R[row_N] | rows.shaped_R[row_N] | (rows.told_R[row_N] > 0)).any()
+        ruled_N = rows.truncated_R[row_N] | rows.shaped_R[row_N] | (rows.told_R[row_N] > 0)
+        plain = not ruled_N.any()
         if step.chunks:
             logits_NV, scores = self._run_mixed(rows, step)
         else:
@@ -125,18 +127,30 @@ class GpuRunner:
         if step.copies:
             self.pool.copy_pages(step.copies)
         if logits_NV is not None and (scores is not None or not plain):
-            return self._choose_by_rules(rows, step, logits_NV, scores)
+            return self._choose_by_rules(rows, step, logits_NV, scores, ruled_N)
         if logits_NV is not None:
             self._sample(logits_NV, len(row_N))
         return TorchFlight(None, None, scores) if len(row_N) == 0 else self._bring_out(len(row_N))
 
-    def _choose_by_rules(self, rows: Rows, step: Step, logits_NV: Tensor, scores: Scores | None) -> Flight:
-        """Choose outside the graphs: rows truncate, are shaped, or tell alternatives; or prompts are scored beside."""
+    def _choose_by_rules(
+        self, rows: Rows, step: Step, logits_NV: Tensor, scores: Scores | None, ruled_N: np.ndarray
+    ) -> Flight:
+        """Choose outside the graphs: rows truncate, are shaped, or tell alternatives; or prompts are scored beside.
+        Rows without rules keep what the kernel chooses, so that no neighbour's rules change a bit of theirs."""
         count = len(step.sample_rows)
+        self._sample(logits_NV, count)
         choice, rules = self._rules.choose(logits_NV.float(), rows, step, self._staging.on_device["uniform"][:count])
-        row_N = self._staging.on_device["row"][:count]
-        self._rows.last_R.index_copy_(0, row_N.long(), choice.tokens_N.int())
-        return TorchFlight(choice, rules, scores)
+        asks_N = to_device(ruled_N, self.device)
+        logprobs_2N = self._out_3B[1:, :count].view(torch.float32)
+        tokens_N = torch.where(asks_N, choice.tokens_N, self._out_3B[0, :count].long())
+        self._rows.last_R.index_copy_(0, self._staging.on_device["row"][:count].long(), tokens_N.int())
+        merged = replace(
+            choice,
+            tokens_N=tokens_N,
+            logprobs_N=torch.where(asks_N, choice.logprobs_N.double(), logprobs_2N[0].double()),
+            raw_logprobs_N=torch.where(asks_N, choice.raw_logprobs_N.float(), logprobs_2N[1]),
+        )
+        return TorchFlight(merged, rules, scores)
 
     def _restore(self, rows: Rows, step: Step) -> None:
         """Rows that start decoding with a token that the device has not chosen: it comes from the host."""

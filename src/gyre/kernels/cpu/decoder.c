@@ -27,6 +27,7 @@ typedef struct {
 
 typedef struct {
     int64_t sequences, tokens, samples, threads;
+    int64_t projected;               /* of the samples, the first so many get logits; the others their residual stream */
     const int64_t *row_S, *start_S, *count_S; /* its row, first position and number of tokens in this step */
     const int32_t *tokens_RW, *table_RP;
     int64_t width, pages_width;
@@ -34,7 +35,7 @@ typedef struct {
     real *pool;                      /* [layer][page][k, v][K][…], see attention.h */
     int64_t layer_stride, page_stride, page_tokens;
     float *logits_NV;
-    float *residual_NE;              /* null, or where to leave the residual stream of the samples, and stop there */
+    float *residual_NE;              /* of the samples past the projected ones */
     int64_t chooses;                 /* 0: logits only */
     const float *inverse_N;          /* 1 / temperature; 0 for greedy rows */
     const double *uniform_N;
@@ -327,7 +328,7 @@ static void gate_product(const Model *m, const real *weight, int64_t begin, int6
 }
 
 static void project_vocabulary(const Model *m, const Step *s, const Work *w, int64_t begin, int64_t end, float *tile) {
-    int64_t num_blocks = blocks_of(s->samples);
+    int64_t num_blocks = blocks_of(s->projected);
     for (int64_t first = 0; first < num_blocks; first += GROUP_BLOCKS) {
         int blocks = num_blocks - first < GROUP_BLOCKS ? (int)(num_blocks - first) : GROUP_BLOCKS;
         for (int64_t v = begin; v < end; v += CHUNK_ROWS) {
@@ -337,7 +338,7 @@ static void project_vocabulary(const Model *m, const Step *s, const Work *w, int
             for (int64_t i = 0; i < rows * blocks; i++) store(tile + i * LANES, rounded(load(tile + i * LANES)));
             for (int b = 0; b < blocks; b++) {
                 int64_t row = (first + b) * LANES;
-                int lanes = s->samples - row < LANES ? (int)(s->samples - row) : LANES;
+                int lanes = s->projected - row < LANES ? (int)(s->projected - row) : LANES;
                 float *to = s->logits_NV + row * m->vocab + v;
 #define LOGITS(lane) (to + (lane) * m->vocab)
                 BY_TOKEN(tile + b * LANES, rows, stride, lanes, LOGITS);
@@ -422,22 +423,21 @@ static void run_team(const Model *m, const Step *s, const Work *w, int64_t threa
     BARRIER
     const real *const *part = m->weights + (m->layers - 1) * PARTS;
     mlp_stage(m, part, w->kept_x, w->kept_attended, s->samples, w, thread, threads, scratch);
-    if (s->residual_NE) {
-        share(s->samples, thread, threads, &begin, &end);
-        for (int64_t n = begin; n < end; n++) {
-            const float *x = w->kept_x + n / LANES * m->hidden * LANES + n % LANES;
-            for (int64_t e = 0; e < m->hidden; e++) s->residual_NE[n * m->hidden + e] = x[e * LANES];
-        }
-        return;
+    share(s->samples - s->projected, thread, threads, &begin, &end);
+    for (int64_t n = begin; n < end; n++) {
+        int64_t at = s->projected + n;
+        const float *x = w->kept_x + at / LANES * m->hidden * LANES + at % LANES;
+        for (int64_t e = 0; e < m->hidden; e++) s->residual_NE[n * m->hidden + e] = x[e * LANES];
     }
-    norm_stage(m, m->final_norm, w->kept_x, s->samples, w, thread, threads);
+    if (s->projected == 0) return;
+    norm_stage(m, m->final_norm, w->kept_x, s->projected, w, thread, threads);
     BARRIER
     share((m->vocab + LANES - 1) / LANES, thread, threads, &begin, &end);
     end = end * LANES < m->vocab ? end * LANES : m->vocab;
     project_vocabulary(m, s, w, begin * LANES, end, scratch);
     if (!s->chooses) return;
     BARRIER
-    share(s->samples, thread, threads, &begin, &end);
+    share(s->projected, thread, threads, &begin, &end);
     for (int64_t n = begin; n < end; n++)
         choose_token(s->logits_NV + n * m->vocab, m->vocab, s->inverse_N[n] == 0.0f, s->inverse_N[n], s->uniform_N[n],
                      (double *)scratch, s->token_N + n, s->logprob_N + n, s->raw_N + n);

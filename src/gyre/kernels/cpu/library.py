@@ -30,7 +30,7 @@ class CStep(ctypes.Structure):
     """`Step` of decoder.c."""
 
     _fields_ = [
-        *((name, c_int64) for name in ("sequences", "tokens", "samples", "threads")),
+        *((name, c_int64) for name in ("sequences", "tokens", "samples", "threads", "projected")),
         *((name, c_void_p) for name in ("row_S", "start_S", "count_S", "tokens_RW", "table_RP")),
         *((name, c_int64) for name in ("width", "pages_width")),
         *((name, c_void_p) for name in ("source_N", "pool")),
