@@ -138,6 +138,21 @@ print(refused(libc.syscall(56, 0x10000000 | 17, 0, 0, 0, 0)), refused(libc.sysca
     assert _output(cell, source).split() == ["EPERM"] * 9 + ["ENOSYS"]
 
 
+def test_a_parent_with_many_files_leaks_none():
+    """The zygote's socket then has a number beyond the program's limit."""
+    kept = [os.open(os.devnull, os.O_RDONLY) for _ in range(300)]
+    cell = Cell("strong")
+    try:
+        cell.start()
+        assert _output(cell, "import os; print(sorted(os.listdir('/proc/self/fd')))") == "['0', '1', '2', '3']\n"
+    except Unavailable as error:
+        pytest.skip(f"no strong sandbox on this machine: {error}")
+    finally:
+        cell.close()
+        for fd in kept:
+            os.close(fd)
+
+
 def test_holds_no_file_of_ours(cell):
     with open(os.devnull) as mine:
         os.set_inheritable(mine.fileno(), True)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gyre.cli.loading import loading
 from gyre.wire.folders import find_model
 
 
@@ -15,7 +16,8 @@ def run_chat(
     target: Path, prompt: str | None, *, max_tokens: int, temperature: float, seed: int, quiet: bool
 ) -> Mapping[str, Any]:
     model, config = find_model(target, None, [])  # refused before torch is loaded
-    from gyre.wire.chat import chat
+    with loading():
+        from gyre.wire.chat import chat
 
     def write(piece: str) -> None:
         if not quiet:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gyre.cli.loading import loading
 from gyre.wire.folders import find_model
 
 
@@ -14,7 +15,8 @@ def run_eval(
     target: Path, config: Path | None, overrides: list[str], *, num_problems: int, quiet: bool
 ) -> Mapping[str, Any]:
     model, settings = find_model(target, config, overrides)  # refused before torch is loaded
-    from gyre.wire.commands import evaluate
+    with loading():
+        from gyre.wire.commands import evaluate
 
     result = evaluate(model, settings, num_problems=num_problems)
     if not quiet:

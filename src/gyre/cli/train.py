@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gyre.cli.loading import loading
 from gyre.core.errors import ConfigError
 from gyre.wire.order import read_order
 
@@ -32,7 +33,8 @@ def run_train(
     if resume is not None and (overrides or stage != "all"):
         raise ConfigError("--resume goes on with the run as it was", hint="leave out --set and --stage")
     read_order(config, overrides, resume=resume, stage=stage, check_goal=check_goal)  # refused before torch is loaded
-    from gyre.wire.commands import train
+    with loading():
+        from gyre.wire.commands import train
 
     result = train(config, overrides, resume=resume, stage=stage, plain=plain)
     goal = result.get("goal")

@@ -56,7 +56,8 @@ class Jail:
 
 def main(mode: str, socket_fd: int, bwrap: str, folders: list[str]) -> NoReturn:
     """Set up, say how, then serve until the client hangs up."""
-    client = socket.socket(fileno=socket_fd)
+    client = socket.socket(fileno=os.dup(socket_fd))  # the lowest number: a child closes those of its limit only
+    os.close(socket_fd)
     sys.executable = os.path.realpath(sys.executable)
     try:
         if mode != "bubblewrap":  # a bwrap with the setuid bit could not use it

@@ -1,0 +1,34 @@
+"""Loading: imports that take seconds, during which Ctrl-C must not get lost. In: nothing. Out: a context. Callers: the
+commands that load torch.
+
+Code that initialises a C extension may swallow a KeyboardInterrupt. So within this context Ctrl-C is only noted, and
+raised when the imports are done.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """Note Ctrl-C, and raise it at the end. Signals belong to the main thread; elsewhere this does nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    noted: list[int] = []
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        noted.append(signum)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if noted:
+        raise KeyboardInterrupt
