@@ -1,8 +1,9 @@
 """Offline generation on a CPU, against vLLM's CPU build. In: nothing, or a peer's environment. Out: generated tokens
 per second, warm, ours and vLLM's, on the same checkpoint and prompts. Run: python bench/engine_cpu.py [--json].
 
-3.3 M-parameter Qwen3, 64 requests × exactly 128 tokens after prompts of 24 to 40 tokens, temperature 1. The limit is
-the time of the decoding steps' matrix products alone, one after the other; attention and prefill are left out of it.
+3.3 M-parameter Qwen3 (or one of 100 M, --shape 100m), 64 requests × exactly 128 tokens after prompts of 24 to 40
+tokens, temperature 1. The limit is the time of the decoding steps' matrix products alone, one after the other, as torch
+does them; attention and prefill are left out of it.
 """
 
 from __future__ import annotations
@@ -33,11 +34,16 @@ from gyre.models.spec import ModelSpec
 from record import kept_peer, parser, say
 
 HERE = Path(__file__).parent
-SPEC = ModelSpec(
-    family="qwen3", vocab_size=512, hidden_size=256, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=64,
-    mlp_size=768, tied=True, context_tokens=512, rope_theta=10_000.0, norm_eps=1e-6, qkv_bias=False, qk_norm=True,
-    eos_ids=(1,),
-)  # fmt: skip
+COMMON = {
+    "family": "qwen3", "tied": True, "context_tokens": 512, "rope_theta": 10_000.0, "norm_eps": 1e-6, "qkv_bias": False,
+    "qk_norm": True, "eos_ids": (1,), "head_dim": 64,
+}  # fmt: skip
+SPECS = {
+    "3m": ModelSpec(vocab_size=512, hidden_size=256, num_layers=4, num_heads=4, num_kv_heads=2, mlp_size=768, **COMMON),
+    "100m": ModelSpec(
+        vocab_size=32_000, hidden_size=640, num_layers=16, num_heads=10, num_kv_heads=5, mlp_size=1792, **COMMON
+    ),
+}
 REQUESTS, TOKENS = 64, 128
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -51,25 +57,28 @@ def main() -> None:
     options.add_argument("--warm-up", type=int, default=2, help="runs before those")
     options.add_argument("--temperature", type=float, default=1.0)
     options.add_argument("--peer-dtype", choices=tuple(DTYPES), default="bfloat16")
+    options.add_argument("--shape", choices=tuple(SPECS), default="3m")
     args = options.parse_args()
+    spec, name = SPECS[args.shape], "engine_cpu" if args.shape == "3m" else f"engine_cpu_{args.shape}"
     keep_freed_memory()  # as wire does for every run
     threads = torch.get_num_threads()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        prompts = make_case(folder)
+        prompts = make_case(spec, folder)
         ours = {dtype: run_ours(folder, dtype, prompts, args, threads) for dtype in DTYPES}
-        peer = kept_peer("engine_cpu")
+        peer = kept_peer(name)
         if args.peer_venv is not None:
-            peer = run_peer(folder, prompts, args, threads)
+            peer = run_peer(spec, folder, prompts, args, threads)
     best = max(ours, key=lambda dtype: statistics.median(ours[dtype]))
     say(
         args,
-        name="engine_cpu",
+        name=name,
         unit="tokens/s",
         ours=statistics.median(ours[best]),
         peer=peer,
-        limit=matrix_tokens_per_s(DTYPES[best]),
+        limit=matrix_tokens_per_s(spec, DTYPES[best]),
         settings={
+            "parameters": spec.num_parameters,
             "requests": REQUESTS,
             "tokens": TOKENS,
             "prompt_tokens": sum(map(len, prompts)),
@@ -85,9 +94,9 @@ def main() -> None:
     )
 
 
-def make_case(folder: Path) -> list[list[int]]:
+def make_case(spec: ModelSpec, folder: Path) -> list[list[int]]:
     """Write the random checkpoint in hub layout; return the prompts."""
-    decoder = Decoder(SPEC, device=torch.device("cpu"), dtype=torch.float32)
+    decoder = Decoder(spec, device=torch.device("cpu"), dtype=torch.float32)
     init_weights(decoder, 0)
     export_hub(decoder, folder / "model", dtype=torch.float32, tokenizer_files=None)
     generator = np.random.default_rng(0)
@@ -144,12 +153,12 @@ def shifted(prompts: list[list[int]], run: int) -> list[list[int]]:
     return [[2 + (token - 2 + run) % 510 for token in tokens] for tokens in prompts]
 
 
-def run_peer(folder: Path, prompts: list[list[int]], args: Any, threads: int) -> dict[str, Any]:
+def run_peer(spec: ModelSpec, folder: Path, prompts: list[list[int]], args: Any, threads: int) -> dict[str, Any]:
     runs = args.warm_up + args.runs
     settings = {
         "model": str(folder / "model"), "prompts_by_run": [shifted(prompts, run) for run in range(runs)],
         "warm_up": args.warm_up, "tokens": TOKENS, "temperature": args.temperature, "dtype": args.peer_dtype,
-        "context_tokens": SPEC.context_tokens, "max_running": REQUESTS,
+        "context_tokens": spec.context_tokens, "max_running": REQUESTS,
         "answer": str(folder / "answer.json"),
     }  # fmt: skip
     path = folder / "peer.json"
@@ -171,9 +180,9 @@ def run_peer(folder: Path, prompts: list[list[int]], args: Any, threads: int) ->
     }
 
 
-def matrix_tokens_per_s(dtype: torch.dtype) -> float:
+def matrix_tokens_per_s(spec: ModelSpec, dtype: torch.dtype) -> float:
     """Tokens per second if a decoding step of all requests were its matrix products and nothing else."""
-    shapes = [shape for shape in SPEC.parameter_shapes().values() if len(shape) == 2]
+    shapes = [shape for shape in spec.parameter_shapes().values() if len(shape) == 2]
     return REQUESTS / sum(product_seconds(dtype, shape) for shape in shapes)
 
 
