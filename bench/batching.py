@@ -2,9 +2,9 @@
 arrival to answer, for continuous, static and dynamic batching. Run: python bench/batching.py [--record].
 
 Requests of 8 to 128 tokens arrive at random moments (Poisson), so many that the engine is busy. Continuous: each enters
-when it comes. Static: BATCH requests are collected, run to the end of the longest, then the next. Dynamic: the same, but
-a batch goes off when it is full or its oldest request has waited WINDOW_S. The baselines live here and nowhere else: they
-are the engine, fed that way.
+when it comes. Static: BATCH requests are collected, run to the end of the longest, then the next. Dynamic: the same,
+but a batch goes off when it is full or its oldest request has waited WINDOW_S. The baselines live here and nowhere
+else: they are the engine, fed that way.
 """
 
 from __future__ import annotations
