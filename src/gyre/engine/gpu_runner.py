@@ -104,7 +104,8 @@ class GpuRunner:
         self._rows_at_once = rows_at_once  # of logits, where prompts are scored
         self._batches = plan_graph_batches(max_running)
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
-        self._logits_of: dict[int, Tensor] = {}  # of the graphs that stop before sampling
+        # Where graphs that stop before sampling leave their logits. Made now, so that the ledger counts it from the start.
+        self._logits_NV = torch.empty(max_running, spec.vocab_size, device=self.device, dtype=decoder.dtype)
         self._memory = torch.cuda.graph_pool_handle()
         self._addresses: tuple[int, ...] = ()
         self._tensors = list(decoder.parameters())
@@ -168,7 +169,7 @@ class GpuRunner:
             self._capture(size, plain)
         self._stage_decode(rows, step, size)
         self._graphs[size, plain].replay()
-        return None if plain else self._logits_of[size][:count]
+        return None if plain else self._logits_NV[:count]
 
     def _stage_decode(self, rows: Rows, step: Step, size: int) -> None:
         """Write and send what a step needs besides its prompt chunks. `size` places, the last ones padding."""
@@ -304,7 +305,7 @@ class GpuRunner:
                 if plain:
                     self._sample(logits_NV, size)
                 else:
-                    self._logits_of[size] = logits_NV
+                    self._logits_NV[:size].copy_(logits_NV)
         torch.cuda.current_stream().wait_stream(stream)
         self._graphs[size, plain] = graph
 
@@ -324,7 +325,6 @@ class GpuRunner:
         captured, self._addresses = list(self._graphs), addresses
         self._attention.refresh()
         self._graphs.clear()
-        self._logits_of.clear()
         if captured:
             self.emit("engine.graphs_recaptured", graphs=len(captured), reason="weights or KV pages have new addresses")
             for size, plain in captured:
