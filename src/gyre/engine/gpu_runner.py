@@ -104,7 +104,7 @@ class GpuRunner:
         self._rows_at_once = rows_at_once  # of logits, where prompts are scored
         self._batches = plan_graph_batches(max_running)
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
-        # Where graphs that stop before sampling leave their logits. Made now, so that the ledger counts it from the start.
+        # Where graphs that stop before sampling leave their logits. Made now, so the ledger knows it from the start.
         self._logits_NV = torch.empty(max_running, spec.vocab_size, device=self.device, dtype=decoder.dtype)
         self._memory = torch.cuda.graph_pool_handle()
         self._addresses: tuple[int, ...] = ()
