@@ -8,7 +8,7 @@ from gyre.core.config import Section
 from gyre.core.errors import ConfigError
 from gyre.engine.swap import Rates
 
-PAGE_TOKENS = {"cpu": 16, "cuda": 64}
+PAGE_TOKENS = {"cpu": 16, "cuda": 64}  # on a GPU a page is a tile of the attention kernels
 
 
 class EngineConfig(Section):

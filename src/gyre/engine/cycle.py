@@ -145,7 +145,7 @@ class Cycle:
         }
         for request_id, at in list(self._deadlines.items()):
             if now >= at:
-                self._end(request_id, "deadline", "the request's deadline passed")
+                self._end(request_id, "deadline", requests.LATE)
                 self.roster.emit("engine.deadline", request_id=request_id)
                 del self._deadlines[request_id]
         return self._take_out()

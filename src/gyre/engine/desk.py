@@ -17,10 +17,10 @@ from typing import TypeVar
 from gyre.core.errors import DeadlineError
 from gyre.core.records import Finish, Request, TokenChunk
 from gyre.engine.admission import Load, given_tokens
+from gyre.engine.requests import LATE, WITHDRAWN
 from gyre.engine.streams import TokenStream, end_chunk
 
 Result = TypeVar("Result")
-WITHDRAWN, LATE = "aborted by the caller", "the request's deadline passed"
 LOOK_AGAIN_S = 0.05  # while nothing can run, for the deadlines of those that wait
 
 

@@ -106,10 +106,6 @@ class GpuAttention:
             ended.synchronize()
         return begun.elapsed_time(ended) / 1e3
 
-    @property
-    def size_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self._scratch.out_IHD, self._scratch.weight_IH))
-
     def refresh(self) -> None:
         """The pages may have moved: describe them anew."""
         self._descriptors = [describe_pages(self.pool.layer(index)) for index in range(len(self.pool.tensor))]

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from gyre.kernels.gpu.items import ITEM_BITS
+
 INVARIANT_PIECE = 512  # a multiple of every page size
 SMALLEST_PIECE, LARGEST_PIECE = 128, 1024
 MIN_WORK = 400  # (piece, kv head) pairs that keep an H200 busy; measured
-NUMBER_BITS = 16  # low bits of an item hold the piece or tile, high bits the sequence or chunk
 
 
 def plan_piece(num_tokens: int, num_kv_heads: int, page_tokens: int) -> int:
@@ -39,7 +40,7 @@ def cut_pieces(length_B: np.ndarray, piece_tokens: int) -> tuple[np.ndarray, np.
     piece_I = np.arange(len(place_I)) - first_B[place_I]
     tokens_I = np.minimum(length_B[place_I] - piece_I * piece_tokens, piece_tokens)
     order_I = np.argsort(-tokens_I, kind="stable")
-    return first_B, (place_I << NUMBER_BITS | piece_I)[order_I]
+    return first_B, (place_I << ITEM_BITS | piece_I)[order_I]
 
 
 def cut_tiles(start_C: np.ndarray, count_C: np.ndarray, tile_queries: int) -> np.ndarray:
@@ -48,7 +49,7 @@ def cut_tiles(start_C: np.ndarray, count_C: np.ndarray, tile_queries: int) -> np
     chunk_I = np.repeat(np.arange(len(count_C)), tiles_C)
     tile_I = np.arange(len(chunk_I)) - (np.cumsum(tiles_C) - tiles_C)[chunk_I]
     order_I = np.argsort(-(start_C[chunk_I] + tile_I * tile_queries), kind="stable")
-    return (chunk_I << NUMBER_BITS | tile_I)[order_I]
+    return (chunk_I << ITEM_BITS | tile_I)[order_I]
 
 
 def plan_graph_batches(max_running: int) -> tuple[int, ...]:

@@ -32,7 +32,6 @@ class Staging:
             offset += -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
         self._last, (self._last_dtype, self._last_offset, _) = list(spans.items())[-1]
         self._buffer = torch.zeros(offset, dtype=torch.uint8, device=device)
-        self.size_bytes = offset
         self.on_device: dict[str, Tensor] = {
             name: self._buffer[first : first + size].view(TORCH_OF[dtype])
             for name, (dtype, first, size) in spans.items()
@@ -81,7 +80,3 @@ class DeviceRows:
         within_N = np.arange(len(row_N)) - np.repeat(np.cumsum(missing_S) - missing_S, missing_S)
         column_N = np.repeat(entered_S, missing_S) + within_N
         return np.stack([row_N, column_N, rows.table_RP[row_N, column_N]]).astype(np.int32)
-
-    def forget(self) -> None:
-        """The rows belong to another roster from now on."""
-        self._tenure_R[:] = -1

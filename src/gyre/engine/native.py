@@ -21,6 +21,7 @@ from gyre.engine.config import EngineConfig, plan_engine, plan_rates, scoring_by
 from gyre.engine.cycle import Cycle, Decodes
 from gyre.engine.desk import Admitted, Desk, by_deadline
 from gyre.engine.memory import KV, KV_HOST, WEIGHTS, EngineMemory
+from gyre.engine.requests import WITHDRAWN
 from gyre.engine.roster import Counters, Roster
 from gyre.engine.runners import choose_runner
 from gyre.engine.streams import TokenStream, end_chunk
@@ -88,7 +89,7 @@ class NativeEngine:
     async def abort(self, request_id: str) -> None:
         cycle = self._cycle
         if cycle is not None and self._desk.knows(request_id) and not self._desk.withdraw(request_id):
-            await self._desk.between_steps(self._add, lambda: ((), cycle.abort(request_id, "aborted by the caller")))
+            await self._desk.between_steps(self._add, lambda: ((), cycle.abort(request_id, WITHDRAWN)))
 
     async def interrupt(self, *, deadline_s: float) -> Mapping[str, tuple[Partial, ...]]:
         cycle = self._cycle
@@ -163,8 +164,8 @@ class NativeEngine:
         self._terminating = True
         try:
             if not self._desk.failure:
-                end_all = lambda: ((), cycle.abort_all("the engine was terminated"))  # noqa: E731
-                await self._desk.between_steps(self._add, end_all, held_too=True)
+                why = "the engine was terminated"
+                await self._desk.between_steps(self._add, lambda: ((), cycle.abort_all(why)), held_too=True)
             await self._desk.on_compute(self._terminate)
         finally:
             self._terminating = False

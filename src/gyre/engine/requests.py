@@ -21,6 +21,8 @@ from gyre.engine.prefix import BlockKey
 from gyre.engine.prompts import PromptBook
 from gyre.engine.swap import Swapped
 
+WITHDRAWN, LATE = "aborted by the caller", "the request's deadline passed"  # why a sequence was ended
+
 
 class State(enum.Enum):
     WAITING = "waiting"

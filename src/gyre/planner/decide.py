@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from gyre.core.errors import ConfigError, MemoryBudgetError
 from gyre.core.records import Phase
+from gyre.engine.config import PAGE_TOKENS
 from gyre.planner.memory import kv_bytes_per_page, predict_components, working_bytes
 from gyre.planner.plan import ComponentPlan, DeviceKind, Dtype, Hardware, PhasePlan, Plan, PlanInputs, Sizes
 from gyre.planner.ring import walk_ring
@@ -20,7 +21,6 @@ from gyre.vram.entries import STAGING_BYTES, Budgets
 from gyre.vram.phases import RING
 from gyre.vram.refusals import words
 
-PAGE_TOKENS = {"cpu": 16, "cuda": 64}  # on a GPU a page is a tile of the attention kernels
 MOST_RUNNING = {"cpu": 256, "cuda": 512}
 PREFERRED_CHUNK = {"cpu": 8192, "cuda": 16384}  # tokens; larger ones gain little speed and cost memory
 DEVICE_SHARE = {"cpu": 0.6, "cuda": 0.9}  # of what is free now

@@ -19,9 +19,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from gyre.kernels.gpu.items import ITEM_BITS
+
 TILE_TOKENS = 64  # keys of a round; 2 warps and 3 stages keep 4 programs busy on a multiprocessor
 PROGRAMS_PER_SM = 4
-PIECE_BITS = 16  # of a work item's number; the rest is the sequence's place
 LOG2_E = 1.4426950408889634
 
 
@@ -32,7 +33,7 @@ class DecodeWork:
     row_B: Tensor  # row of the block table
     position_B: Tensor  # position of the query, whose own key is in the pages; -1: padding, answered with zeros
     first_B: Tensor  # where the sequence's pieces lie in the scratch
-    item_I: Tensor  # place << PIECE_BITS | piece, in any order; the longest first balance best
+    item_I: Tensor  # place << ITEM_BITS | piece, in any order; the longest first balance best
     size_2: Tensor  # items; tokens of a piece, a multiple of page_tokens
 
 
@@ -68,7 +69,7 @@ def decode_attention(
     num_kv, page_tokens = pages.shape[2], pages.shape[3]
     assert q_BHD.stride(1) == head_dim and out_BHD.is_contiguous()
     group = num_heads // num_kv
-    shape = {"K": num_kv, "G": group, "D": head_dim, "PIECE_BITS": PIECE_BITS}
+    shape = {"K": num_kv, "G": group, "D": head_dim, "ITEM_BITS": ITEM_BITS}
     tile = min(page_tokens, TILE_TOKENS)
     _attend_pieces[(num_programs,)](
         q_BHD, pages, out_BHD, scratch.out_IHD, scratch.weight_IH,
@@ -87,7 +88,7 @@ def decode_attention(
 def _attend_pieces(
     q_ptr, pages_ptr, out_ptr, part_ptr, weight_ptr, row_ptr, position_ptr, first_ptr, item_ptr, size_ptr, table_ptr,
     q_stride, table_stride, scale_log2,
-    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PIECE_BITS: tl.constexpr,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, ITEM_BITS: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, GP: tl.constexpr,
 ):  # fmt: skip
     offs_g, offs_d, offs_t = tl.arange(0, GP), tl.arange(0, D), tl.arange(0, TILE)
@@ -101,7 +102,7 @@ def _attend_pieces(
         work = tl.minimum(round_ * programs + turn, total - 1)
         item, head = work // K, work % K
         packed = tl.load(item_ptr + item)
-        place, piece = packed >> PIECE_BITS, packed & ((1 << PIECE_BITS) - 1)
+        place, piece = packed >> ITEM_BITS, packed & ((1 << ITEM_BITS) - 1)
         length = tl.load(position_ptr + place) + 1
         table_row = table_ptr + tl.load(row_ptr + place).to(tl.int64) * table_stride
         in_group = (offs_g < G) & is_real

@@ -18,9 +18,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gyre.kernels.gpu.decode_attention import LOG2_E
+from gyre.kernels.gpu.items import ITEM_BITS
 
 TILE_QUERIES = 128
-TILE_BITS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -31,7 +31,7 @@ class PrefillWork:
     first_C: Tensor  # first token within T
     start_C: Tensor  # position of that token
     count_C: Tensor  # tokens
-    item_I: Tensor  # chunk << TILE_BITS | tile; most work first
+    item_I: Tensor  # chunk << ITEM_BITS | tile; most work first
 
 
 def describe_pages(pages: Tensor) -> TensorDescriptor:
@@ -55,7 +55,7 @@ def prefill_attention(
     _attend_tiles[(num_heads, len(work.item_I))](
         q_THD, pages, out_THD, work.row_C, work.first_C, work.start_C, work.count_C, work.item_I, table_RP,
         q_THD.stride(0), table_RP.stride(0), LOG2_E / head_dim**0.5,
-        H=num_heads, K=num_kv_heads, D=head_dim, PAGE=pages.block_shape[0], M=TILE_QUERIES, TILE_BITS=TILE_BITS,
+        H=num_heads, K=num_kv_heads, D=head_dim, PAGE=pages.block_shape[0], M=TILE_QUERIES, ITEM_BITS=ITEM_BITS,
         num_warps=4, num_stages=3,
     )  # fmt: skip
 
@@ -85,11 +85,11 @@ def _attend_page(
 def _attend_tiles(
     q_ptr, pages_desc, out_ptr, row_ptr, first_ptr, start_ptr, count_ptr, item_ptr, table_ptr,
     q_stride, table_stride, scale_log2,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, M: tl.constexpr, TILE_BITS: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, M: tl.constexpr, ITEM_BITS: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     packed = tl.load(item_ptr + tl.program_id(1))
-    chunk, tile = packed >> TILE_BITS, packed & ((1 << TILE_BITS) - 1)
+    chunk, tile = packed >> ITEM_BITS, packed & ((1 << ITEM_BITS) - 1)
     chunk_start, count = tl.load(start_ptr + chunk), tl.load(count_ptr + chunk)
     table_row = table_ptr + tl.load(row_ptr + chunk).to(tl.int64) * table_stride
     offs_m, offs_d = tile * M + tl.arange(0, M), tl.arange(0, D)
