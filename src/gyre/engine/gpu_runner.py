@@ -25,7 +25,7 @@ from gyre.engine.rows import Rows
 from gyre.engine.rulebook import RuleBook
 from gyre.engine.runner import Flight, TorchFlight
 from gyre.engine.scheduler import Step
-from gyre.engine.scoring import Scores, score_prompts
+from gyre.engine.scoring import Scores, find_targets, score
 from gyre.engine.settle import Sampled
 from gyre.kernels.gpu.decode_attention import DecodeWork
 from gyre.kernels.gpu.pointwise import enter_pages
@@ -215,11 +215,14 @@ class GpuRunner:
         if num_decode:
             torch.index_select(self._rows.last_R, 0, row_T[:num_decode], out=token_T[:num_decode])
         attend = self._attention.mixed(self._decode_work(num_decode), num_decode, chunks)
-        x_TE = self._forward.residual(token_T, position_T, row_T, attend)
-        scores = score_prompts(rows, step, chunks.first_C, x_TE, self._forward.logits, rows_at_once=self._rows_at_once)
-        if num_rows == 0:
-            return None, scores
-        return self._forward.logits(x_TE.index_select(0, device["source"][:num_rows])), scores
+        source_N, targets = device["source"][:num_rows], find_targets(rows, step, chunks.first_C)
+        if targets is not None:
+            source_N = torch.cat([source_N, to_device(targets.place_Q, self.device).int()])
+        x_NE = self._forward.residual(token_T, position_T, row_T, attend, source_N)
+        scores = None
+        if targets is not None:
+            scores = score(targets, x_NE[num_rows:], self._forward.logits, rows_at_once=self._rows_at_once)
+        return self._forward.logits(x_NE[:num_rows]) if num_rows else None, scores
 
     def _stage_mixed(self, rows: Rows, step: Step, chunks: ChunkArrays) -> int:
         """Write and send the tokens. Returns how many there are."""
