@@ -93,7 +93,7 @@ def make_pages(lengths: np.ndarray, page: int) -> tuple[torch.Tensor, torch.Tens
 
 def decode_tb_s(lengths: np.ndarray, page: int) -> float:
     pages, table = make_pages(lengths, page)
-    piece = plan_piece(int(lengths.sum()), KV_HEADS, page)
+    piece = plan_piece(int(lengths.sum()), KV_HEADS, page, pool_tokens=int(lengths.sum()))
     first, items = cut_pieces(lengths, piece)
     work = decode.DecodeWork(
         row_B=int32(range(len(lengths))), position_B=int32(lengths - 1), first_B=int32(first), item_I=int32(items),

@@ -66,8 +66,9 @@ class GpuAttention:
         device = pool.tensor.device
         self._programs = PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
         num_kv, head_dim = pool.num_kv_heads, pool.tensor.shape[-1]
-        items = max_running + most_pieces(pool.num_pages * pool.page_tokens, num_kv, invariant=invariant)
-        self.max_items = items
+        self.pool_tokens = pool.num_pages * pool.page_tokens
+        bound_tokens = max_running * context_tokens if invariant else self.pool_tokens
+        items = self.max_items = max_running + most_pieces(bound_tokens, num_kv, invariant=invariant)
         self._slab_tokens = max(1, SLAB_ITEMS // -(-context_tokens // INVARIANT_PIECE))
         self._scratch = DecodeScratch.make(max(items, SLAB_ITEMS) if invariant else items, num_heads, head_dim, device)
         self._flash4: Flash4 | None = None

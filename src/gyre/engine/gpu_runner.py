@@ -180,7 +180,8 @@ class GpuRunner:
         self._stage_choosing(views, rows, step, size)
         piece = INVARIANT_PIECE
         if not self._attention.invariant:
-            piece = plan_piece(int(position_B.sum()) + count, self.pool.num_kv_heads, self.pool.page_tokens)
+            num_tokens, pool_tokens = int(position_B.sum()) + count, self._attention.pool_tokens
+            piece = plan_piece(num_tokens, self.pool.num_kv_heads, self.pool.page_tokens, pool_tokens=pool_tokens)
         first_B, item_I = cut_pieces(position_B + 1, piece)
         views["first"][:count], views["size"][:] = first_B, (len(item_I), piece)
         touched = np.concatenate([row_B, np.asarray([chunk.row for chunk in step.chunks], dtype=np.int64)])
