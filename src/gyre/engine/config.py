@@ -85,6 +85,9 @@ class EngineConfig(Section):
         default=True,
         description="On a CPU, run steps through C kernels where a C compiler is there; false always takes torch.",
     )
+    step_deadline_s: float = Field(
+        default=120.0, gt=0.0, description="Seconds that the host waits for a step on a GPU; then the engine fails."
+    )
     drain_deadline_s: float = Field(
         default=600.0, gt=0.0, description="Seconds that a commit with policy drain waits for requests in flight."
     )
