@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from gyre.core.records import Phase, Tier
+from gyre.engine.config import plan_num_slots
 from gyre.planner.plan import ComponentPlan, DeviceKind, Dtype, ModelNumbers, PlanInputs
 from gyre.vram.config import Leave
 from gyre.vram.phases import default_needs, leave_tiers, match_name
@@ -94,6 +95,8 @@ def predict_components(
         page = kv_bytes_per_page(inputs.model, dtype, page_tokens)
         formula = f"({kv_pages} pages + 1 spare) × {page} bytes"
         rows.append(("engine.kv", (kv_pages + 1) * page, (*keeping, "none"), formula))
+        if slots := plan_num_slots(inputs.kv_host_bytes, page_bytes=page):
+            rows.append(("engine.kv_host", slots * page, ("host", "none"), f"{slots} slots × {page} bytes"))
     return tuple(_component(row, needs, inputs.leave) for row in rows)
 
 
