@@ -49,7 +49,8 @@ def logit_bytes(model: ModelNumbers, rows: int) -> int:
 
 def engine_bytes(model: ModelNumbers, dtype: Dtype, *, tokens: int, running: int, longest: int) -> int:
     """One engine step: a layer's temporaries, gathered keys and values, float32 logits of all running sequences, and
-    truncation of some of them at a time."""
+    truncation of some of them at a time. The C kernels' work area and logits on a CPU are less, up to 16
+    threads at least."""
     m, item = model, ITEM_BYTES[dtype]
     heads = (m.num_heads + 2 * m.num_kv_heads) * m.head_dim
     layer = tokens * item * (4 * m.hidden_size + 2 * heads + 4 * m.mlp_size)
