@@ -66,8 +66,9 @@ class GpuAttention:
         device = pool.tensor.device
         self._programs = PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
         num_kv, head_dim = pool.num_kv_heads, pool.tensor.shape[-1]
-        items = max_running + most_pieces(pool.num_pages * pool.page_tokens, num_kv, invariant=invariant)
-        self.max_items = items
+        self.pool_tokens = pool.num_pages * pool.page_tokens
+        bound_tokens = max_running * context_tokens if invariant else self.pool_tokens
+        items = self.max_items = max_running + most_pieces(bound_tokens, num_kv, invariant=invariant)
         self._slab_tokens = max(1, SLAB_ITEMS // -(-context_tokens // INVARIANT_PIECE))
         self._scratch = DecodeScratch.make(max(items, SLAB_ITEMS) if invariant else items, num_heads, head_dim, device)
         self._flash4: Flash4 | None = None
@@ -171,6 +172,7 @@ class GpuAttention:
         return attend
 
     def _send(self, *arrays: np.ndarray) -> list[Tensor]:
-        """Return the arrays on the device as int32, sent in one copy."""
+        """Return the arrays on the device as int32, sent in one copy. The pinned memory is of torch's cache, which gives
+        none out again before the copies that read it are done."""
         flat = torch.from_numpy(np.concatenate(arrays).astype(np.int32)).pin_memory()
         return list(flat.to(self._table_RP.device, non_blocking=True).split([len(array) for array in arrays]))

@@ -15,17 +15,23 @@ SMALLEST_PIECE, LARGEST_PIECE = 128, 1024
 MIN_WORK = 400  # (piece, kv head) pairs that keep an H200 busy; measured
 
 
-def plan_piece(num_tokens: int, num_kv_heads: int, page_tokens: int) -> int:
+def plan_piece(num_tokens: int, num_kv_heads: int, page_tokens: int, *, pool_tokens: int) -> int:
     """Return how many keys a piece has, so that there is work for every program without a second pass for short
-    sequences. Powers of two from 128 to 1,024, page_tokens at least."""
+    sequences. Powers of two from 128 to 1,024, page_tokens at least; more where sequences share so many pages that
+    together they are longer than the pool, and 1,024 would leave more pieces than the scratch holds."""
     wanted, piece = num_tokens * num_kv_heads // MIN_WORK, LARGEST_PIECE
     while piece > max(wanted, SMALLEST_PIECE):
         piece //= 2
-    return max(piece, page_tokens)
+    piece = max(piece, page_tokens)
+    most = most_pieces(pool_tokens, num_kv_heads, invariant=False)
+    while num_tokens // piece > most:
+        piece *= 2
+    return piece
 
 
 def most_pieces(num_tokens: int, num_kv_heads: int, *, invariant: bool) -> int:
-    """Return a bound of the whole pieces of any step, by `plan_piece`; each sequence may add one begun."""
+    """Return a bound of the whole pieces of any step; each sequence may add one begun. `num_tokens` is the size of the
+    pool, by which `plan_piece` goes; in invariant mode, where pieces have one size, all rows at full length."""
     if invariant:
         return num_tokens // INVARIANT_PIECE
     return num_tokens // LARGEST_PIECE + 2 * MIN_WORK // num_kv_heads + 1

@@ -38,6 +38,7 @@ def choose_runner(decoder: Decoder, pool: KvPool, config: EngineConfig, *, emit:
             device=decoder.device,
             dtype=decoder.dtype,
             rows_at_once=config.rows_at_once,
+            deadline_s=config.step_deadline_s,
         )
     if not on_gpu:
         return CpuRunner(decoder, pool, rows_at_once=config.rows_at_once)
@@ -50,6 +51,7 @@ def choose_runner(decoder: Decoder, pool: KvPool, config: EngineConfig, *, emit:
         token_budget=config.token_budget,
         rows_at_once=config.rows_at_once,
         invariant=config.batch_invariant,
+        deadline_s=config.step_deadline_s,
         emit=emit,
     )
     emit("engine.graphs_captured", graphs=runner.capture_all(), batch_invariant=config.batch_invariant)

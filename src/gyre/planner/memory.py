@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from gyre.core.records import Phase, Tier
+from gyre.engine.config import plan_num_slots
 from gyre.planner.plan import ComponentPlan, DeviceKind, Dtype, ModelNumbers, PlanInputs
 from gyre.vram.config import Leave
 from gyre.vram.phases import default_needs, leave_tiers, match_name
@@ -48,7 +49,8 @@ def logit_bytes(model: ModelNumbers, rows: int) -> int:
 
 def engine_bytes(model: ModelNumbers, dtype: Dtype, *, tokens: int, running: int, longest: int) -> int:
     """One engine step: a layer's temporaries, gathered keys and values, float32 logits of all running sequences, and
-    truncation of some of them at a time."""
+    truncation of some of them at a time. The C kernels' work area and logits on a CPU are less, up to 16
+    threads at least."""
     m, item = model, ITEM_BYTES[dtype]
     heads = (m.num_heads + 2 * m.num_kv_heads) * m.head_dim
     layer = tokens * item * (4 * m.hidden_size + 2 * heads + 4 * m.mlp_size)
@@ -94,6 +96,8 @@ def predict_components(
         page = kv_bytes_per_page(inputs.model, dtype, page_tokens)
         formula = f"({kv_pages} pages + 1 spare) × {page} bytes"
         rows.append(("engine.kv", (kv_pages + 1) * page, (*keeping, "none"), formula))
+        if slots := plan_num_slots(inputs.kv_host_bytes, page_bytes=page):
+            rows.append(("engine.kv_host", slots * page, ("host", "none"), f"{slots} slots × {page} bytes"))
     return tuple(_component(row, needs, inputs.leave) for row in rows)
 
 

@@ -75,6 +75,7 @@ class PlanInputs:
     threads: int | None = None
     page_tokens: int | None = None
     kv_pages: int | None = None
+    kv_host_bytes: int = 0  # of host memory for KV of preempted completions
     max_running: int | None = None  # completions that hold pages at the same time
     engine_tokens_per_step: int = 2048
     residency: Residency | None = None
