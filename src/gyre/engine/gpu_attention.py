@@ -172,7 +172,7 @@ class GpuAttention:
         return attend
 
     def _send(self, *arrays: np.ndarray) -> list[Tensor]:
-        """Return the arrays on the device as int32, sent in one copy. The pinned memory is of torch's cache, which gives
-        none out again before the copies that read it are done."""
+        """Return the arrays on the device as int32, sent in one copy. Pinned memory is of torch's cache, which
+        gives none out again before the copies that read it are done."""
         flat = torch.from_numpy(np.concatenate(arrays).astype(np.int32)).pin_memory()
         return list(flat.to(self._table_RP.device, non_blocking=True).split([len(array) for array in arrays]))
