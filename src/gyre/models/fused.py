@@ -1,5 +1,5 @@
 """The decoder's inference pass on a CUDA device with fused kernels. In: tokens, positions, rows, the decoder's weights,
-KV pages. Out: the residual stream, logits. Callers: engine (gpu_runner), trainer (invariant passes). Oracle:
+KV pages. Out: the residual stream, logits. Callers: engine.gpu_runner, trainer.invariant. Oracle:
 models.decoder.Decoder, whose roundings it repeats.
 
 Per layer four matrix products, and between them: norm; per-head norm, rotation and KV write; attention; gated
@@ -43,19 +43,24 @@ class FusedForward:
         """Return the residual stream after the last layer. Keys and values are in their pages afterwards."""
         x_TE = F.embedding(token_T, self.decoder.embed.weight)
         for index in range(self.decoder.spec.num_layers):
-            x_TE = self._layer(index, x_TE, position_T, row_T, attend)
+            x_TE = self.layer(index, x_TE, position_T, row_T, attend)
         return x_TE
 
     def logits(self, x_NE: Tensor) -> Tensor:
         """Return logits_NV of rows of the residual stream, in the compute dtype."""
-        return self._linear(self.normed(x_NE, self.decoder.final_norm.weight), self.decoder.head_weight, None)
+        return self.project(self.normed(x_NE, self.decoder.final_norm.weight))
+
+    def project(self, hidden_NE: Tensor) -> Tensor:
+        """Return logits_NV of rows that the final norm has seen."""
+        return self._linear(hidden_NE, self.decoder.head_weight, None)
 
     def normed(self, x_TE: Tensor, weight_E: Tensor) -> Tensor:
         out_TE = torch.empty_like(x_TE)
         pointwise.rms_norm(x_TE, weight_E, self.decoder.spec.norm_eps, out_TE)
         return out_TE
 
-    def _layer(self, index: int, x_TE: Tensor, position_T: Tensor, row_T: Tensor, attend: Attend) -> Tensor:
+    def layer(self, index: int, x_TE: Tensor, position_T: Tensor, row_T: Tensor, attend: Attend) -> Tensor:
+        """Return the residual stream after a layer. `x_TE` is left alone if invariant, else overwritten."""
         spec, layer, num_tokens = self.decoder.spec, self.decoder.layers[index], len(x_TE)
         assert isinstance(layer, Layer)
         qkv_TJD = self._linear(self.normed(x_TE, layer.attn_norm.weight), layer.qkv.weight, layer.qkv.bias)
