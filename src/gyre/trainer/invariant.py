@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gyre.kernels.gpu.decode_attention import PROGRAMS_PER_SM, DecodeScratch, decode_attention
+from gyre.kernels.gpu.items import lay_out_pages
 from gyre.kernels.gpu.sample import given_logprobs
 from gyre.kernels.gpu.slabs import Slab, cut_slabs, send
 from gyre.models.decoder import Decoder
@@ -93,14 +94,6 @@ class InvariantForward:
                 out_THD[slab.span],
                 num_programs=self._programs,
             )
-
-
-def lay_out_pages(lengths_S: np.ndarray, page_tokens: int) -> tuple[np.ndarray, int]:
-    """Return the block table, one sequence's pages after the other's, and how many pages there are."""
-    pages_S = -(-lengths_S // page_tokens)
-    column_P = np.arange(max(1, int(pages_S.max())))
-    first_S1 = (np.cumsum(pages_S) - pages_S)[:, None]
-    return np.where(column_P < pages_S[:, None], first_S1 + column_P, 0), int(pages_S.sum())
 
 
 def most_scratch(slabs: list[Slab]) -> int:
