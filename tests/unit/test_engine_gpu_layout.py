@@ -14,13 +14,12 @@ from gyre.engine.gpu_layout import (
     LARGEST_PIECE,
     MIN_WORK,
     SMALLEST_PIECE,
-    cut_pieces,
     cut_tiles,
     most_pieces,
     plan_graph_batches,
     plan_piece,
 )
-from gyre.kernels.gpu.items import ITEM_BITS
+from gyre.kernels.gpu.items import ITEM_BITS, cut_pieces
 
 LENGTHS = st.lists(st.integers(1, 5000), max_size=24)
 KV_HEADS = st.sampled_from([1, 2, 4, 8, 16])

@@ -76,7 +76,8 @@ class EngineConfig(Section):
     )
     batch_invariant: bool = Field(
         default=False,
-        description="Same bits for a request whatever shares its batch, however cut, cached or preempted. On a GPU.",
+        description="Same bits for a request whatever shares its batch, however cut, cached or preempted. Refused "
+        "where torch would serve, and on a CPU where rollouts are trained on: the trainer must give the same bits.",
     )
     burst_steps: int = Field(
         default=16, ge=1, description="Steps run between two looks at the event loop when nothing came out or in."

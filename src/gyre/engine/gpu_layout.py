@@ -2,15 +2,14 @@
 gpu_runner.
 """
 
-# B decoding rows, C chunks, I items of a work list
+# C chunks, I items of a work list
 
 from __future__ import annotations
 
 import numpy as np
 
-from gyre.kernels.gpu.items import ITEM_BITS
+from gyre.kernels.gpu.items import INVARIANT_PIECE, ITEM_BITS
 
-INVARIANT_PIECE = 512  # a multiple of every page size
 SMALLEST_PIECE, LARGEST_PIECE = 128, 1024
 MIN_WORK = 400  # (piece, kv head) pairs that keep an H200 busy; measured
 
@@ -35,18 +34,6 @@ def most_pieces(num_tokens: int, num_kv_heads: int, *, invariant: bool) -> int:
     if invariant:
         return num_tokens // INVARIANT_PIECE
     return num_tokens // LARGEST_PIECE + 2 * MIN_WORK // num_kv_heads + 1
-
-
-def cut_pieces(length_B: np.ndarray, piece_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cut each sequence's keys into pieces of a fixed size. Returns first_B, where a sequence's pieces lie in the
-    scratch, and item_I, the longest pieces first, so that programs which take items in turn finish together."""
-    pieces_B = -(-length_B // piece_tokens)
-    first_B = np.cumsum(pieces_B) - pieces_B
-    place_I = np.repeat(np.arange(len(length_B)), pieces_B)
-    piece_I = np.arange(len(place_I)) - first_B[place_I]
-    tokens_I = np.minimum(length_B[place_I] - piece_I * piece_tokens, piece_tokens)
-    order_I = np.argsort(-tokens_I, kind="stable")
-    return first_B, (place_I << ITEM_BITS | piece_I)[order_I]
 
 
 def cut_tiles(start_C: np.ndarray, count_C: np.ndarray, tile_queries: int) -> np.ndarray:

@@ -20,7 +20,7 @@ from gyre.engine.arrival import Arrival
 from gyre.engine.attention import KvPool, to_device
 from gyre.engine.draws import uniforms
 from gyre.engine.gpu_attention import ChunkArrays, GpuAttention
-from gyre.engine.gpu_layout import INVARIANT_PIECE, cut_pieces, plan_graph_batches, plan_piece
+from gyre.engine.gpu_layout import plan_graph_batches, plan_piece
 from gyre.engine.gpu_state import DeviceRows, Staging
 from gyre.engine.rows import Rows
 from gyre.engine.rulebook import RuleBook
@@ -29,6 +29,7 @@ from gyre.engine.scheduler import Step
 from gyre.engine.scoring import Scores, find_targets, score
 from gyre.engine.settle import Sampled
 from gyre.kernels.gpu.decode_attention import DecodeWork
+from gyre.kernels.gpu.items import INVARIANT_PIECE, cut_pieces
 from gyre.kernels.gpu.pointwise import enter_pages
 from gyre.kernels.gpu.sample import SampleScratch, sample
 from gyre.models.decoder import Decoder

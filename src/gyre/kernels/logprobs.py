@@ -1,5 +1,5 @@
 """Log-probs of given tokens. In: hidden rows, head weight, targets, temperatures, optional truncation support.
-Out: logprobs_N (differentiable, hand-written backward) and entropy_N (not). Caller: trainer.
+Out: logprobs_N (differentiable, hand-written backward) and entropy_N (not). Callers: trainer.passes, trainer.recompute.
 
 The vocabulary is taken in blocks, so that logits never exist whole when it is large: a block's gradient of the head is
 then complete at once, and only that of the hidden rows is summed over blocks. The softmax is float32 (float64 for
@@ -10,6 +10,7 @@ float64 rows) whatever the weights are.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ FEWEST_COLUMNS = 1024  # of a vocabulary block: below it products are too thin t
 FORBIDDEN = -1e30  # logit outside the support: far below any other, and 0 · FORBIDDEN is 0, unlike with -inf
 
 Support = tuple[Tensor, Tensor]
+Forward = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]  # hidden_NE, targets_N → logprobs, total, entropy
 
 
 def token_logprobs(
@@ -40,14 +42,25 @@ def token_logprobs(
     ids[offsets[n]:offsets[n + 1]], among which its target must be. `chunk` is the columns of a vocabulary block; 0
     chooses by the number of rows.
     """
-    vocab_size = len(head_weight_VE)
-    columns = chunk or max(FEWEST_COLUMNS, BLOCK_LOGITS // max(1, len(hidden_NE)))
-    blocks = tuple((start, min(start + columns, vocab_size)) for start in range(0, vocab_size, columns))
+    blocks = cut_vocabulary(len(head_weight_VE), len(hidden_NE), chunk)
     rows_Z = ids_Z = None
     if support is not None:
         offsets, ids_Z = support
         rows_Z = torch.repeat_interleave(torch.arange(len(hidden_NE), device=ids_Z.device), offsets.diff())
     return TokenLogprobs.apply(hidden_NE, head_weight_VE, targets_N.long(), temperature_N, rows_Z, ids_Z, blocks)
+
+
+def logprobs_by(
+    forward: Forward, hidden_NE: Tensor, head_weight_VE: Tensor, targets_N: Tensor, temperature_N: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return (logprobs_N, entropy_N) as `forward` computes them; the gradient is that of `token_logprobs`."""
+    return GivenLogprobs.apply(forward, hidden_NE, head_weight_VE, targets_N.long(), temperature_N)
+
+
+def cut_vocabulary(vocab_size: int, num_rows: int, columns: int = 0) -> tuple[tuple[int, int], ...]:
+    """Return (start, stop) of vocabulary blocks; their columns follow from the number of rows where not given."""
+    columns = columns or max(FEWEST_COLUMNS, BLOCK_LOGITS // max(1, num_rows))
+    return tuple((start, min(start + columns, vocab_size)) for start in range(0, vocab_size, columns))
 
 
 class TokenLogprobs(torch.autograd.Function):
@@ -104,27 +117,76 @@ class TokenLogprobs(torch.autograd.Function):
             assert kernels is not None
             kernels.logprobs_backward(grad_NV, temperature_N.float(), targets_N, logprobs_N, total_N, grads[0].float())
             return grad_NV @ weight_VE, grad_NV.t() @ hidden_NE, None, None, None, None, None
-        scale_N = grads[0] / temperature_N
-        # 1 - p of the target from the log-prob: p itself, rounded to bfloat16, would lose it when p is near 1.
-        at_target_N = (-scale_N * torch.expm1(logprobs_N)).to(hidden_NE.dtype)
-        minus_scale_N1 = -scale_N[:, None].to(hidden_NE.dtype)
-        grad_weight_VE = torch.empty_like(weight_VE)
-        grad_hidden_NE = None
-        for start, stop in ctx.blocks:
-            probs_NW = kept_NV
-            if probs_NW is None:
-                logits_NW = block_logits(hidden_NE, weight_VE, temperature_N, rows_Z, ids_Z, start, stop)
-                probs_NW = logits_NW.sub_(total_N[:, None]).exp_().to(hidden_NE.dtype)
-            grad_NW = probs_NW * minus_scale_N1
-            inside_M = ((targets_N >= start) & (targets_N < stop)).nonzero().squeeze(1)
-            grad_NW[inside_M, targets_N[inside_M] - start] = at_target_N[inside_M]
-            torch.mm(grad_NW.t(), hidden_NE, out=grad_weight_VE[start:stop])
-            part_NE = grad_NW @ weight_VE[start:stop]
-            if len(ctx.blocks) > 1:
-                part_NE = part_NE.to(total_N.dtype)
-            grad_hidden_NE = part_NE if grad_hidden_NE is None else grad_hidden_NE.add_(part_NE)
-        assert grad_hidden_NE is not None
-        return grad_hidden_NE.to(hidden_NE.dtype), grad_weight_VE, None, None, None, None, None
+
+        def probabilities(start: int, stop: int) -> Tensor:
+            if kept_NV is not None:
+                return kept_NV
+            logits_NW = block_logits(hidden_NE, weight_VE, temperature_N, rows_Z, ids_Z, start, stop)
+            return logits_NW.sub_(total_N[:, None]).exp_().to(hidden_NE.dtype)
+
+        pair = logprobs_backward(
+            grads[0], hidden_NE, weight_VE, targets_N, temperature_N, logprobs_N, ctx.blocks, probabilities
+        )
+        return *pair, None, None, None, None, None
+
+
+class GivenLogprobs(torch.autograd.Function):
+    """The caller's forward pass; backward as that of TokenLogprobs, with probabilities made again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, forward: Forward, hidden_NE: Tensor, head_weight_VE: Tensor, targets_N: Tensor, temperature_N: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        logprobs_N, total_N, entropy_N = forward(hidden_NE, targets_N)
+        ctx.save_for_backward(hidden_NE, head_weight_VE, targets_N, temperature_N, total_N, logprobs_N)
+        ctx.mark_non_differentiable(entropy_N)
+        return logprobs_N, entropy_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_NE, weight_VE, targets_N, temperature_N, total_N, logprobs_N = ctx.saved_tensors
+
+        def probabilities(start: int, stop: int) -> Tensor:
+            logits_NW = block_logits(hidden_NE, weight_VE, temperature_N, None, None, start, stop)
+            return logits_NW.sub_(total_N[:, None]).exp_().to(hidden_NE.dtype)
+
+        blocks = cut_vocabulary(len(weight_VE), len(hidden_NE))
+        pair = logprobs_backward(
+            grads[0], hidden_NE, weight_VE, targets_N, temperature_N, logprobs_N, blocks, probabilities
+        )
+        return None, *pair, None, None
+
+
+def logprobs_backward(
+    grad_N: Tensor,
+    hidden_NE: Tensor,
+    weight_VE: Tensor,
+    targets_N: Tensor,
+    temperature_N: Tensor,
+    logprobs_N: Tensor,
+    blocks: tuple[tuple[int, int], ...],
+    probabilities: Callable[[int, int], Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the hidden rows and of the head. `probabilities` gives those of a vocabulary block in
+    the hidden rows' dtype."""
+    scale_N = grad_N / temperature_N
+    # 1 - p of the target from the log-prob: p itself, rounded to bfloat16, would lose it when p is near 1.
+    at_target_N = (-scale_N * torch.expm1(logprobs_N)).to(hidden_NE.dtype)
+    minus_scale_N1 = -scale_N[:, None].to(hidden_NE.dtype)
+    grad_weight_VE = torch.empty_like(weight_VE)
+    grad_hidden_NE = None
+    for start, stop in blocks:
+        grad_NW = probabilities(start, stop) * minus_scale_N1
+        inside_M = ((targets_N >= start) & (targets_N < stop)).nonzero().squeeze(1)
+        grad_NW[inside_M, targets_N[inside_M] - start] = at_target_N[inside_M]
+        torch.mm(grad_NW.t(), hidden_NE, out=grad_weight_VE[start:stop])
+        part_NE = grad_NW @ weight_VE[start:stop]
+        if len(blocks) > 1:
+            part_NE = part_NE.to(logprobs_N.dtype)
+        grad_hidden_NE = part_NE if grad_hidden_NE is None else grad_hidden_NE.add_(part_NE)
+    assert grad_hidden_NE is not None
+    return grad_hidden_NE.to(hidden_NE.dtype), grad_weight_VE
 
 
 def block_logits(

@@ -1,5 +1,5 @@
 """The decoder's inference pass on a CUDA device with fused kernels. In: tokens, positions, rows, the decoder's weights,
-KV pages. Out: the residual stream, logits. Callers: engine (gpu_runner), trainer (invariant passes). Oracle:
+KV pages. Out: the residual stream, logits. Callers: engine.gpu_runner, trainer.invariant. Oracle:
 models.decoder.Decoder, whose roundings it repeats.
 
 Per layer four matrix products, and between them: norm; per-head norm, rotation and KV write; attention; gated
@@ -57,9 +57,18 @@ class FusedForward:
 
     def logits(self, x_NE: Tensor) -> Tensor:
         """Return logits_NV of rows of the residual stream, in the compute dtype."""
-        return self._linear(self._normed(x_NE, None, self.decoder.final_norm.weight), self.decoder.head_weight, None)
+        return self.project(self.normed(x_NE, self.decoder.final_norm.weight))
 
-    def _normed(self, x_TE: Tensor, y_TE: Tensor | None, weight_E: Tensor) -> Tensor:
+    def project(self, hidden_NE: Tensor) -> Tensor:
+        """Return logits_NV of rows that the final norm has seen."""
+        return self._linear(hidden_NE, self.decoder.head_weight, None)
+
+    def layer(self, index: int, x_TE: Tensor, position_T: Tensor, row_T: Tensor, attend: Attend) -> Tensor:
+        """Return the residual stream after a layer; `x_TE` is left alone. In invariant mode only."""
+        assert self.invariant
+        return self._layer(index, x_TE, None, position_T, row_T, attend, None)[0]
+
+    def normed(self, x_TE: Tensor, weight_E: Tensor, y_TE: Tensor | None = None) -> Tensor:
         """Return the norm of x, or of x + y, which x becomes."""
         out_TE, eps = torch.empty_like(x_TE), self.decoder.spec.norm_eps
         if y_TE is None:
@@ -81,7 +90,7 @@ class FusedForward:
         """Takes and returns the residual stream and what is still to be added to it; returns `source_N` where given."""
         spec, layer, num_tokens = self.decoder.spec, self.decoder.layers[index], len(x_TE)
         assert isinstance(layer, Layer)
-        qkv_TJD = self._linear(self._normed(x_TE, y_TE, layer.attn_norm.weight), layer.qkv.weight, layer.qkv.bias)
+        qkv_TJD = self._linear(self.normed(x_TE, layer.attn_norm.weight, y_TE), layer.qkv.weight, layer.qkv.bias)
         qkv_TJD = qkv_TJD.view(num_tokens, -1, spec.head_dim)
         pointwise.turn_and_write(
             qkv_TJD,
@@ -102,7 +111,7 @@ class FusedForward:
         if source_N is not None:
             x_TE, attended_TA = x_TE.index_select(0, source_N), attended_TA.index_select(0, source_N)
         x_TE, y_TE = self._to_residual(x_TE, attended_TA, layer.out.weight)
-        gate_up_T2M = self._linear(self._normed(x_TE, y_TE, layer.mlp_norm.weight), layer.gate_up.weight, None)
+        gate_up_T2M = self._linear(self.normed(x_TE, layer.mlp_norm.weight, y_TE), layer.gate_up.weight, None)
         product_TM = torch.empty(len(x_TE), spec.mlp_size, device=x_TE.device, dtype=x_TE.dtype)
         pointwise.silu_mul(gate_up_T2M, product_TM)
         return self._to_residual(x_TE, product_TM, layer.down.weight)

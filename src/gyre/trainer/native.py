@@ -48,7 +48,7 @@ from gyre.trainer.batches import EpochPlan, Planner, Update
 from gyre.trainer.chunk import check_columns
 from gyre.trainer.config import TrainerConfig
 from gyre.trainer.learner import HEAD_PREFIX, Learner, copy_in
-from gyre.trainer.passes import logprobs_of, scores_of, values_of
+from gyre.trainer.passes import ChunkLogprobs, chunk_logprobs, logprobs_of, scores_of, values_of
 from gyre.trainer.reference import Reference, frozen_copy
 from gyre.trainer.schedule import learning_rate_factor
 from gyre.trainer.tenancy import ScoredModel, Tenancy
@@ -74,11 +74,12 @@ class NativeTrainer:
         version: int = 0,
         shared: bool = True,
         disk_folder: Path | None = None,
+        logprobs: ChunkLogprobs = chunk_logprobs,
     ) -> None:
         """`head` continues a reward model under objective rm; `critic` one under ppo: without them the head starts at
         zero and the critic's trunk as a copy of the actor. `reward_model` is what evaluate(…, "reward") asks.
         `shared` goes into the manifest: the engine reads this trainer's own weights. `disk_folder` gives components
-        a disk tier."""
+        a disk tier. `logprobs` is how actor and reference compute a chunk's log-probs."""
         self._objective, self._config, self._seed = objective, config, seed
         self._compute, self._emit, self._shared = compute, emit, shared
         if decoder.device.type == "cpu" and isinstance(kernels := load_chunks(decoder.dtype), Unavailable):
@@ -89,6 +90,7 @@ class NativeTrainer:
         self._models = Models(
             actor=Learner("actor", decoder, head, config),
             critic=_make_critic(decoder, critic, config) if needs_critic(objective) else None,
+            logprobs=logprobs,
         )
         wants_reference = needs_reference(objective) and config.reference == "initial"
         self._reference = Reference(decoder, config) if wants_reference else None
@@ -294,7 +296,7 @@ class NativeTrainer:
     def _logprobs(self, which: Which, sequences: Sequence[TrainSequence], plan: EpochPlan) -> tuple[np.ndarray, ...]:
         if which == "policy":
             self._tenancy.need("actor.params")
-            return logprobs_of(self._models.actor.decoder, sequences, plan.chunks)
+            return logprobs_of(self._models.actor.decoder, sequences, plan.chunks, self._models.logprobs)
         if self._reference is None:
             raise ConfigError(
                 f"objective '{self._objective.kind}' has no reference model (trainer.reference = "
@@ -302,7 +304,7 @@ class NativeTrainer:
                 hint="set trainer.reference = 'initial', or give each sequence a column reference_logprobs",
             )
         self._tenancy.need("reference")
-        return logprobs_of(self._reference.decoder, sequences, plan.chunks)
+        return logprobs_of(self._reference.decoder, sequences, plan.chunks, self._models.logprobs)
 
     def _scores(self, sequences: Sequence[TrainSequence]) -> np.ndarray:
         """Ask the reward model that was given, or else the one that is being trained."""

@@ -7,7 +7,7 @@ T tokens, N targets, S sequences, E hidden size, as in trainer.chunk.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -19,6 +19,8 @@ from gyre.kernels.logprobs import token_logprobs
 from gyre.models.decoder import Decoder
 from gyre.models.heads import ScalarHead
 from gyre.trainer.chunk import Chunk, target_mask
+
+ChunkLogprobs = Callable[[Decoder, Chunk], tuple[Tensor, Tensor]]  # → (logprobs_N, entropy_N), differentiable
 
 
 def hidden_states(decoder: Decoder, chunk: Chunk, rows_N: Tensor | None = None) -> Tensor:
@@ -47,13 +49,16 @@ def chunk_scores(decoder: Decoder, head: ScalarHead, chunk: Chunk) -> Tensor:
 
 
 def logprobs_of(
-    decoder: Decoder, sequences: Sequence[TrainSequence], chunks: Sequence[Chunk]
+    decoder: Decoder,
+    sequences: Sequence[TrainSequence],
+    chunks: Sequence[Chunk],
+    compute: ChunkLogprobs = chunk_logprobs,
 ) -> tuple[np.ndarray, ...]:
     """Forward only. Returns float32 [T] per sequence in batch order: log-probs at targets, 0.0 elsewhere."""
     results = _blank(sequences)
     with torch.inference_mode():
         for chunk in chunks:
-            _scatter(chunk_logprobs(decoder, chunk)[0], chunk, sequences, results)
+            _scatter(compute(decoder, chunk)[0], chunk, sequences, results)
     return results
 
 

@@ -16,15 +16,16 @@ from torch import Tensor
 from gyre.objectives.api import AnyObjective, LossInputs, add_sums, finish_sums, loss_sum, trains_scores
 from gyre.trainer.chunk import Chunk
 from gyre.trainer.learner import Learner
-from gyre.trainer.passes import chunk_logprobs, chunk_scores, chunk_values
+from gyre.trainer.passes import ChunkLogprobs, chunk_logprobs, chunk_scores, chunk_values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Models:
-    """Who learns in this run."""
+    """Who learns in this run, and how the actor's log-probs are computed."""
 
     actor: Learner
     critic: Learner | None = None
+    logprobs: ChunkLogprobs = chunk_logprobs
 
     @property
     def learners(self) -> tuple[Learner, ...]:
@@ -79,7 +80,7 @@ def collect_gradients(models: Models, objective: AnyObjective, chunks: Sequence[
             assert actor.head is not None
             inputs = replace(inputs, scores_S=chunk_scores(actor.decoder, actor.head, chunk))
         else:
-            logprobs_N, entropy_N = chunk_logprobs(actor.decoder, chunk)
+            logprobs_N, entropy_N = models.logprobs(actor.decoder, chunk)
             inputs = replace(inputs, logprobs_N=logprobs_N, entropy_N=entropy_N)
             _note_gap(inputs, logprobs_N.detach(), found)
         _backward(objective, inputs, denominator, found)

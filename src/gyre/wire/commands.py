@@ -22,6 +22,7 @@ from gyre.wire.folders import make_run_folder
 from gyre.wire.make import (
     Emit,
     accuracy_part,
+    check_invariant,
     dtype_name,
     find_spec,
     load_policy,
@@ -125,9 +126,11 @@ def plan(config: RunConfig) -> dict[str, Any]:
     plans = {}
     for stage in plan_stages(config, "all"):
         data = load_stage_data(config, stage, tokenizer, spec.context_tokens, emit)
-        plans[stage.name] = plan_run(
+        made = plan_run(
             config, stage, spec, data, dtype=dtype_name(machine), folder=Path(config.run.folder) / config.run.name
         )
+        check_invariant(config, stage, spec, machine, made.page_tokens)
+        plans[stage.name] = made
     return {
         "text": "\n".join(f"== {name} ==\n\n{explain(made)}" for name, made in plans.items()),
         "stages": {name: json.loads(made.to_json()) for name, made in plans.items()},

@@ -87,6 +87,11 @@ def uses_engine(config: RunConfig, objective: AnyObjective) -> bool:
     return needs_rollouts(objective) or judged
 
 
+def trains_invariant(config: RunConfig, stage: Stage) -> bool:
+    """Whether the trainer must give the engine's log-probs to the bit."""
+    return config.engine.batch_invariant and needs_rollouts(stage.objective)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageData:
     source: PromptSource
