@@ -14,6 +14,7 @@ from gyre.core.errors import SnapshotError
 from gyre.core.records import Tier
 from gyre.models.decoder import Decoder
 from gyre.models.heads import ScalarHead
+from gyre.parallel.group import Group
 from gyre.trainer.config import TrainerConfig
 from gyre.trainer.optim import FlatOptimizer
 from gyre.vram.pools import StoragePool
@@ -25,12 +26,16 @@ HEAD_PREFIX = "scalar_head."
 class Learner:
     """Decoder, scalar head (or None) and optimiser under one name, which prefixes components and snapshot keys."""
 
-    def __init__(self, name: str, decoder: Decoder, head: ScalarHead | None, config: TrainerConfig) -> None:
+    def __init__(
+        self, name: str, decoder: Decoder, head: ScalarHead | None, config: TrainerConfig, group: Group
+    ) -> None:
         self.name, self.decoder, self.head = name, decoder, head
         parameters = dict(decoder.named_parameters())
         if head is not None:
             parameters |= {HEAD_PREFIX + key: parameter for key, parameter in head.named_parameters()}
-        self.optimizer = FlatOptimizer(parameters, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
+        self.optimizer = FlatOptimizer(
+            parameters, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, group=group
+        )
 
     def pools(self, folder: Path | None) -> list[StoragePool]:
         """One pool per component. With float32 weights the master is the compute weights and has no pool of its own.

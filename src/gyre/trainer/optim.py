@@ -16,6 +16,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from gyre.parallel.group import Group
+
 ALIGN = 16  # float32 numbers; every tensor starts on a 64-byte line
 BLOCK_CPU = 1 << 17  # numbers per pass: five buffers of a block stay in the caches between the passes
 
@@ -38,7 +40,10 @@ class FlatOptimizer:
         betas: tuple[float, float],
         eps: float,
         weight_decay: float,
+        group: Group,
     ) -> None:
+        """`group`: the ranks that hold the same weights and see other parts of the batch."""
+        self._group = group
         self.parameters = dict(parameters)
         self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
         self.num_updates = 0
@@ -92,6 +97,10 @@ class FlatOptimizer:
 
     def zero_grad(self) -> None:
         self.grad_N.zero_()
+
+    def reduce(self) -> None:
+        """Sum the gradient over the ranks, in float32."""
+        self._group.all_reduce(self.grad_N)
 
     def grad_norm(self) -> float:
         """Global 2-norm of the collected gradient; infinite or NaN when a gradient is."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gyre.objectives.api import AnyObjective, LossInputs, add_sums, finish_sums, loss_sum, trains_scores
+from gyre.parallel.group import Group
 from gyre.trainer.chunk import Chunk
 from gyre.trainer.learner import Learner
 from gyre.trainer.passes import chunk_logprobs, chunk_scores, chunk_values
@@ -58,10 +59,18 @@ class Totals:
         """Count an update that was left out because a gradient was not finite."""
         self._skipped += 1
 
-    def finish(self) -> dict[str, float]:
-        metrics = finish_sums(self._sums) | {"skipped_updates": float(self._skipped)}
-        if self._gaps:
-            metrics["logprob_gap_max"] = max(float(gap) for gap in self._gaps)
+    def finish(self, group: Group) -> dict[str, float]:
+        """Metrics over all ranks, the same on each."""
+        gap = max((float(gap) for gap in self._gaps), default=-1.0)
+        sums = self._sums
+        if group.size > 1:
+            shared = group.share({"gap": gap, "sums": {name: pair.tolist() for name, pair in sums.items()}})
+            gap, sums = max(one["gap"] for one in shared), {}
+            for one in shared:
+                sums = add_sums(sums, {name: torch.tensor(p, dtype=torch.float64) for name, p in one["sums"].items()})
+        metrics = finish_sums(sums) | {"skipped_updates": float(self._skipped)}
+        if gap >= 0.0:
+            metrics["logprob_gap_max"] = gap
         for learner in self._norms[0] if self._norms else ():
             name = "grad_norm" if learner == "actor" else f"{learner}_grad_norm"
             metrics[name] = sum(norms[learner] for norms in self._norms) / len(self._norms)
@@ -74,6 +83,8 @@ def collect_gradients(models: Models, objective: AnyObjective, chunks: Sequence[
     found = Found()
     actor, critic = models.actor, models.critic
     for chunk in chunks:
+        if not chunk.members:
+            continue
         inputs = _inputs(chunk)
         if trains_scores(objective):
             assert actor.head is not None
