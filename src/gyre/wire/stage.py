@@ -64,6 +64,7 @@ class Built:
             version=version,
             shared=True,
             disk_folder=self._disk_folder(),
+            parallel=self._config.parallel,
         )
         return self._trainer
 
