@@ -23,6 +23,7 @@ from gyre.loop.config import ColdStartConfig, EvalConfig, GoalConfig, RolloutCon
 from gyre.models.config import ModelConfig
 from gyre.objectives.config import GrpoConfig, ObjectiveConfig, is_pairwise, needs_rollouts
 from gyre.observe.config import ObserveConfig
+from gyre.parallel.config import ParallelConfig
 from gyre.rewards.config import RewardsConfig
 from gyre.text.config import TokenizerConfig
 from gyre.trainer.config import SnapshotConfig, TrainerConfig
@@ -76,6 +77,8 @@ class RunConfig(Section):
     """What the main stage optimises."""
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     """How the main stage updates."""
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    """How the trainer's models lie over its ranks."""
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     """Completions per step."""
     engine: EngineConfig = Field(default_factory=EngineConfig)
@@ -128,6 +131,9 @@ class RunConfig(Section):
         for key, refused, accepted in (("device", "cpu", "cuda"), ("dtype", "float32", "bfloat16")):
             if getattr(self.run, key) == refused:
                 return f"run.{key} = '{refused}', need '{accepted}' or 'auto'"
+        for model in ("actor", "reference"):
+            if (zero := self.parallel.of(model)[0]) >= 2:
+                return f"parallel.zero = {zero} of the {model} keeps weights in shards, need 0 or 1"
         return None
 
 

@@ -135,7 +135,7 @@ def test_nothing_to_train_is_an_event_and_no_update(kind):
     report = trainer.step_now(TrainBatch(sequences=(), step=3))
     assert report.num_updates == 0 and report.version == 0 and report.num_tokens == 0
     assert all(math.isfinite(value) for value in report.metrics.values())
-    assert events[0] == ("trainer.nothing_to_train", {"step": 3, "sequences": 0})
+    assert ("trainer.nothing_to_train", {"step": 3, "sequences": 0}) in events
     assert_bits_equal(weights_of(trainer), before)
 
 

@@ -34,7 +34,7 @@ class Pairs:
 class Chunk:
     """Everything that one forward pass needs. Index tensors are int64."""
 
-    members: tuple[int, ...]  # indices into the batch, in the order of the chunk
+    members: tuple[int, ...]  # indices into the batch, in the order of the chunk; a blank chunk has none
     layout: PackedLayout
     tokens_T: Tensor
     rows_N: Tensor  # which of the T hidden states predicts each target
@@ -118,8 +118,33 @@ def build_chunk(
     )
 
 
+def blank_chunk(device: torch.device) -> Chunk:
+    """A stand-in of two tokens and one target on a rank that has nothing to do while others have: where weights are
+    gathered layer by layer, all ranks must pass through all layers. Nothing of it counts."""
+
+    def put(*numbers: int) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, device=device)
+
+    return Chunk(
+        members=(),
+        layout=PackedLayout.of([2], device),
+        tokens_T=put(0, 0),
+        rows_N=put(0),
+        targets_N=put(0),
+        temperature_N=torch.ones(1, device=device),
+        inverse_temperature_N=torch.ones(1, device=device),
+        support=None,
+        sequence_index_N=put(0),
+        target_counts_S=put(1),
+        last_row_S=put(1),
+        pairs=None,
+    )
+
+
 def gather_columns(chunk: Chunk, sequences: Sequence[TrainSequence], names: Collection[str]) -> Chunk:
     """Return the chunk with these columns of its sequences, at its targets."""
+    if not chunk.members:
+        return chunk
     chosen = [sequences[index] for index in chunk.members]
     masks = [target_mask(sequence) for sequence in chosen]
     columns = {}

@@ -66,6 +66,7 @@ class Built:
             shared=True,
             disk_folder=self._disk_folder(),
             logprobs=self._logprobs(stage),
+            parallel=self._config.parallel,
         )
         return self._trainer
 
