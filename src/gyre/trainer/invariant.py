@@ -51,11 +51,12 @@ class InvariantForward:
         self._table_SP = table.view(table_SP.shape)
         shape = (num_pages, 2, spec.num_kv_heads, page_tokens, spec.head_dim)
         # Zeros, since the kernel multiplies what lies past a sequence's end by 0, which must be finite.
-        self._pages = torch.zeros(shape, device=device, dtype=decoder.dtype)
+        self._pages = pages = torch.zeros(shape, device=device, dtype=decoder.dtype)
         self._slabs = cut_slabs(row_T, position_T, longest_tokens=int(lengths_S.max()), device=device)
         self._scratch = DecodeScratch.make(most_scratch(self._slabs), spec.num_heads, spec.head_dim, device)
         self._programs = PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
-        self._fused = FusedForward(decoder, lambda index: self._pages, self._table_SP, invariant=True)
+        # Not by way of self: a cycle would keep all this on the device until Python collects it.
+        self._fused = FusedForward(decoder, lambda index: pages, self._table_SP, invariant=True)
 
     def layer(self, index: int, x_TE: Tensor) -> Tensor:
         return self._fused.layer(index, x_TE, self._position_T, self._row_T, self._attend)
