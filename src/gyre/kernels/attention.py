@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gyre.kernels.cpu.chunks import kernels_for
-from gyre.kernels.heads import WHOLE_HEAD
+from gyre.kernels.choose import WHOLE_HEAD
+from gyre.kernels.cpu.chunks import chunks_for
 from gyre.kernels.layout import KEEP_TOKENS, QUERY_BLOCK, PackedLayout
 
 __all__ = ["PackedLayout", "varlen_attention"]
@@ -39,7 +39,7 @@ def varlen_attention(
     if q_THD.is_cuda and q_THD.dtype in (torch.bfloat16, torch.float16):
         return flash_attention(q_THD, k_TKD, v_TKD, layout, window)
     sees_all = window is None or window >= max(layout.lengths)
-    if sees_all and kernels_for(q_THD, q_THD.shape[2], unit=WHOLE_HEAD) and q_THD.dtype == k_TKD.dtype == v_TKD.dtype:
+    if sees_all and chunks_for(q_THD, q_THD.shape[2], unit=WHOLE_HEAD) and q_THD.dtype == k_TKD.dtype == v_TKD.dtype:
         return PackedAttention.apply(q_THD, k_TKD, v_TKD, layout)
     return BucketedAttention.apply(q_THD, k_TKD, v_TKD, layout, window)
 
@@ -65,7 +65,7 @@ class PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: PackedLayout) -> Tensor:
-        kernels = kernels_for(q_THD)
+        kernels = chunks_for(q_THD)
         assert kernels is not None
         q_THD, k_TKD = q_THD.contiguous(), k_TKD.contiguous()
         if v_TKD.stride()[1:] != (v_TKD.shape[2], 1):
@@ -78,7 +78,7 @@ class PackedAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        kernels = kernels_for(grads[0])
+        kernels = chunks_for(grads[0])
         assert kernels is not None
         q_THD, k_TKD, v_TKD, out_THD, log_total_TH = ctx.saved_tensors
         offsets, longest = ctx.layout.offsets, max(ctx.layout.lengths)

@@ -32,8 +32,7 @@ from gyre.core.records import (
     Usage,
     Which,
 )
-from gyre.kernels.cpu.build import Unavailable
-from gyre.kernels.cpu.chunks import load_chunks
+from gyre.kernels.choose import why_torch
 from gyre.models.decoder import Decoder
 from gyre.models.heads import ScalarHead
 from gyre.objectives.api import (
@@ -81,8 +80,8 @@ class NativeTrainer:
         a disk tier."""
         self._objective, self._config, self._seed = objective, config, seed
         self._compute, self._emit, self._shared = compute, emit, shared
-        if decoder.device.type == "cpu" and isinstance(kernels := load_chunks(decoder.dtype), Unavailable):
-            emit("trainer.torch_kernels", reason=kernels.reason)
+        if (reason := why_torch(decoder.device, decoder.dtype)) is not None:
+            emit("trainer.torch_kernels", reason=reason)
         if trains_scores(objective) and head is None:
             head = ScalarHead(decoder.spec.hidden_size, device=decoder.device)
         assert head is None or trains_scores(objective), f"objective {objective.kind} trains no scalar head"
