@@ -6,6 +6,7 @@ inputs. The oracle is the torch code that runs where there are no kernels.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -36,7 +37,7 @@ def poisoned_memory() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def fresh_inputs(request: pytest.FixtureRequest) -> None:
-    torch.manual_seed(abs(hash(request.node.name)) % 2**31)
+    torch.manual_seed(zlib.crc32(request.node.name.encode()))
 
 
 def randn(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:

@@ -3,7 +3,7 @@ Out: attended values. Callers: trainer (training and evaluation passes), models.
 
 CPU: C kernels attend where the tokens lie. Without them the scores of a padded bucket are plain batched products and
 one softmax, by blocks of queries so that they stay small; in bfloat16 that is several times faster than torch's fused
-CPU kernel, forward and backward. CUDA: torch's variable-length flash kernel. Padding follows its sequence, so causality
+CPU kernel, forward and backward. CUDA: the kernels of flash.py. Padding follows its sequence, so causality
 keeps real tokens from seeing it.
 """
 
@@ -12,7 +12,6 @@ keeps real tokens from seeing it.
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -23,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from gyre.kernels.choose import WHOLE_HEAD
 from gyre.kernels.cpu.chunks import chunks_for
+from gyre.kernels.flash import flash_attention
 from gyre.kernels.layout import KEEP_TOKENS, QUERY_BLOCK, PackedLayout
 
 __all__ = ["PackedLayout", "varlen_attention"]
@@ -42,22 +42,6 @@ def varlen_attention(
     if sees_all and chunks_for(q_THD, q_THD.shape[2], unit=WHOLE_HEAD) and q_THD.dtype == k_TKD.dtype == v_TKD.dtype:
         return PackedAttention.apply(q_THD, k_TKD, v_TKD, layout)
     return BucketedAttention.apply(q_THD, k_TKD, v_TKD, layout, window)
-
-
-def flash_attention(
-    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: PackedLayout, window: int | None = None
-) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn  # deferred: of no use without CUDA
-
-    longest, group = max(layout.lengths), q_THD.shape[1] // k_TKD.shape[1]
-    options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
-        options["enable_gqa"] = group > 1
-    elif group > 1:  # torch before 2.13 wants as many key heads as query heads
-        k_TKD, v_TKD = (x.repeat_interleave(group, dim=1) for x in (k_TKD, v_TKD))
-    out_THD = varlen_attn(q_THD, k_TKD, v_TKD, layout.offsets, layout.offsets, longest, longest, **options)
-    assert isinstance(out_THD, Tensor)
-    return out_THD
 
 
 class PackedAttention(torch.autograd.Function):

@@ -1,11 +1,12 @@
 """Choose: whose kernels do the work between matrix products. In: a tensor, the widths of its rows. Out: the C kernels
 on a CPU, the Triton kernels on a CUDA device, or None: then the caller's own torch operations, the oracle of both.
-Callers: kernels.norm, heads, silu, logprobs; trainer.native, which says why when it is None.
+Callers: kernels.norm, heads, silu, logprobs; trainer.optim; trainer.native, which says why when it is None.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,6 +41,15 @@ def load_triton() -> TrainingKernels | Unavailable:
     except ImportError as error:
         return Unavailable(reason=f"Triton cannot be imported: {error}")
     return TrainingKernels()
+
+
+def load_adamw() -> Callable[..., None] | None:
+    """AdamW over flat buffers on a CUDA device, where Triton is."""
+    if isinstance(load_triton(), Unavailable):
+        return None
+    from gyre.kernels.gpu.adamw import adamw  # imports Triton
+
+    return adamw
 
 
 def why_torch(device: torch.device, dtype: torch.dtype) -> str | None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gyre.core.errors import SnapshotError
-from gyre.core.records import Tier
+from gyre.core.records import Checkpointing, Tier
 from gyre.models.decoder import Decoder
 from gyre.models.heads import ScalarHead
 from gyre.trainer.config import TrainerConfig
@@ -27,6 +27,7 @@ class Learner:
 
     def __init__(self, name: str, decoder: Decoder, head: ScalarHead | None, config: TrainerConfig) -> None:
         self.name, self.decoder, self.head = name, decoder, head
+        self.checkpointing: Checkpointing = config.checkpointing
         parameters = dict(decoder.named_parameters())
         if head is not None:
             parameters |= {HEAD_PREFIX + key: parameter for key, parameter in head.named_parameters()}

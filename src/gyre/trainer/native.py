@@ -32,7 +32,8 @@ from gyre.core.records import (
     Usage,
     Which,
 )
-from gyre.kernels.choose import why_torch
+from gyre.kernels import flash
+from gyre.kernels.choose import CUDA_DTYPES, why_torch
 from gyre.models.decoder import Decoder
 from gyre.models.heads import ScalarHead
 from gyre.objectives.api import (
@@ -82,6 +83,10 @@ class NativeTrainer:
         self._compute, self._emit, self._shared = compute, emit, shared
         if (reason := why_torch(decoder.device, decoder.dtype)) is not None:
             emit("trainer.torch_kernels", reason=reason)
+        if decoder.device.type == "cuda" and decoder.dtype in CUDA_DTYPES:
+            spec = decoder.spec
+            group = spec.num_heads // spec.num_kv_heads
+            emit("trainer.attention_kernel", **flash.choice(decoder.device, decoder.dtype, group, spec.head_dim))
         if trains_scores(objective) and head is None:
             head = ScalarHead(decoder.spec.hidden_size, device=decoder.device)
         assert head is None or trains_scores(objective), f"objective {objective.kind} trains no scalar head"

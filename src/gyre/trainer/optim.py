@@ -16,6 +16,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from gyre.kernels.choose import load_adamw
+
 ALIGN = 16  # float32 numbers; every tensor starts on a 64-byte line
 BLOCK_CPU = 1 << 17  # numbers per pass: five buffers of a block stay in the caches between the passes
 
@@ -100,9 +102,18 @@ class FlatOptimizer:
     def update(self, *, learning_rate: float, grad_scale: float) -> None:
         """AdamW with the collected gradient × grad_scale, then refresh the compute weights and clear the gradient."""
         self.num_updates += 1
-        block = BLOCK_CPU if self.master_N.device.type == "cpu" else self.master_N.numel()
-        for start in range(0, self.master_N.numel(), block):
-            self._update_block(start, min(start + block, self.master_N.numel()), learning_rate, grad_scale)
+        size = self.master_N.numel()
+        fused = load_adamw() if self.master_N.is_cuda else None
+        if fused is not None:
+            fused(
+                self.master_N, self.grad_N, self.exp_avg_N, self.exp_avg_sq_N,
+                decay_stop=self._decay_stop, learning_rate=learning_rate, grad_scale=grad_scale, betas=self.betas,
+                eps=self.eps, weight_decay=self.weight_decay, num_updates=self.num_updates,
+            )  # fmt: skip
+        else:
+            block = BLOCK_CPU if self.master_N.device.type == "cpu" else size
+            for start in range(0, size, block):
+                self._update_block(start, min(start + block, size), learning_rate, grad_scale)
         self.refresh_compute()
 
     def _update_block(self, start: int, stop: int, learning_rate: float, grad_scale: float) -> None:

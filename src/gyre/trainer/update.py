@@ -77,15 +77,15 @@ def collect_gradients(models: Models, objective: AnyObjective, chunks: Sequence[
         inputs = _inputs(chunk)
         if trains_scores(objective):
             assert actor.head is not None
-            inputs = replace(inputs, scores_S=chunk_scores(actor.decoder, actor.head, chunk))
+            inputs = replace(inputs, scores_S=chunk_scores(actor.decoder, actor.head, chunk, actor.checkpointing))
         else:
-            logprobs_N, entropy_N = chunk_logprobs(actor.decoder, chunk)
+            logprobs_N, entropy_N = chunk_logprobs(actor.decoder, chunk, actor.checkpointing)
             inputs = replace(inputs, logprobs_N=logprobs_N, entropy_N=entropy_N)
             _note_gap(inputs, logprobs_N.detach(), found)
         _backward(objective, inputs, denominator, found)
         if critic is not None:
             assert critic.head is not None
-            values_N = chunk_values(critic.decoder, critic.head, chunk)
+            values_N = chunk_values(critic.decoder, critic.head, chunk, critic.checkpointing)
             _backward(objective, replace(_inputs(chunk), values_N=values_N), denominator, found)
     return found
 
