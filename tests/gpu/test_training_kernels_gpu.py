@@ -8,16 +8,24 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from gyre.kernels import heads, logprobs, norm, reference, silu
+from gyre.core.records import Checkpointing
+from gyre.kernels import flash, heads, logprobs, norm, reference, silu
+from gyre.kernels.attention import PackedLayout, varlen_attention
 from gyre.kernels.choose import kernels_for
 from gyre.kernels.logprobs import token_logprobs
 from gyre.kernels.rope import rope_frequencies, rope_tables
+from gyre.models.config import ShapeConfig
+from gyre.models.decoder import Decoder
+from gyre.models.init import init_weights
+from gyre.models.spec import spec_from_shape
+from gyre.trainer.optim import FlatOptimizer, takes_decay
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 GPU = torch.device("cuda", 0)
@@ -52,7 +60,7 @@ def close(got: Tensor | None, want: Tensor | None, dtype: torch.dtype) -> None:
     assert (got.double() - want.double()).norm() <= TOLERANCE[dtype] * size, float((got.double() - want).norm() / size)
 
 
-def by_torch(compute: Callable, *modules) -> object:
+def by_torch(compute: Callable[[], Any]) -> Any:
     """Compute without kernels."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (norm, heads, silu, logprobs):
@@ -174,3 +182,115 @@ def test_certain_targets_keep_their_gradient() -> None:
     logprobs_N, _ = token_logprobs(hidden, weight, torch.arange(16, device=GPU), torch.ones(16, device=GPU))
     grad = torch.autograd.grad(logprobs_N.sum(), hidden)[0]
     assert (grad.diagonal() > 0).all() and np.isfinite(float(grad.float().sum()))
+
+
+def small_decoder(family: str, device: torch.device, dtype: torch.dtype) -> Decoder:
+    shape = ShapeConfig(
+        family=family, hidden_size=256, num_layers=3, num_heads=8, num_kv_heads=2, head_dim=64, mlp_size=704,
+        tied=family != "llama", context_tokens=4096,
+    )  # fmt: skip
+    decoder = Decoder(spec_from_shape(shape, vocab_size=1000, bos_id=None, eos_ids=(1,)), device=device, dtype=dtype)
+    init_weights(decoder, 3)
+    return decoder
+
+
+def model_gradients(decoder: Decoder, lengths: list[int], mode: Checkpointing = "none") -> list[Tensor]:
+    """Of the sum of log-probs of random tokens, some rows of the last layer left out."""
+    layout = PackedLayout.of(lengths, decoder.device)
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(0, decoder.spec.vocab_size, (sum(lengths),), generator=generator).to(decoder.device)
+    rows = torch.arange(0, sum(lengths), 3, device=decoder.device)
+
+    def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return varlen_attention(q, k, v, layout)
+
+    hidden = decoder.hidden(tokens, layout.positions_T, attend, rows, checkpointing=mode)
+    temperatures = torch.ones(len(rows), device=decoder.device)
+    got = token_logprobs(hidden, decoder.head_weight, tokens[rows], temperatures, keep_logits=mode == "none")[0]
+    return list(torch.autograd.grad(got.sum(), list(decoder.parameters())))
+
+
+def gap(got: Tensor, want: Tensor) -> float:
+    return float((got.cpu().double() - want.cpu().double()).norm() / want.double().norm().cpu().clamp_min(1e-30))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+def test_a_models_gradients_are_as_near_to_float64_as_those_of_torchs_operations(family: str) -> None:
+    decoder, lengths = small_decoder(family, GPU, torch.bfloat16), [300, 1, 77, 131]
+    wide = small_decoder(family, torch.device("cpu"), torch.float64)
+    with torch.no_grad():
+        for mine, theirs in zip(wide.parameters(), decoder.parameters(), strict=True):
+            mine.copy_(theirs)
+    want = model_gradients(wide, lengths)
+    plain = by_torch(lambda: model_gradients(decoder, lengths))
+    for mode in get_args(Checkpointing):
+        for (name, _), ours, theirs, exact in zip(
+            decoder.named_parameters(), model_gradients(decoder, lengths, mode), plain, want, strict=True
+        ):
+            assert gap(ours, exact) <= 1.3 * gap(theirs, exact) + 2e-3, (mode, name)
+
+
+def test_checkpointing_keeps_less_and_gives_the_same_gradient() -> None:
+    decoder, lengths = small_decoder("qwen3", GPU, torch.bfloat16), [50] * 80
+    found, peaks = {}, {}
+    for mode in get_args(Checkpointing):
+        model_gradients(decoder, lengths, mode)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        found[mode] = model_gradients(decoder, lengths, mode)
+        peaks[mode] = torch.cuda.max_memory_allocated()
+    for mode in ("selective", "full"):
+        assert max(map(gap, found[mode], found["none"])) <= 1e-3, mode
+    assert peaks["full"] < peaks["selective"] < peaks["none"], peaks
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("shape", [(32, 8, 128), (28, 4, 128), (14, 2, 64), (4, 4, 64), (4, 1, 256)])
+def test_attention(shape: tuple[int, int, int], window: int | None) -> None:
+    (num_heads, num_kv, dim), lengths = shape, [1, 700, 0, 64, 300]
+    layout, tokens = PackedLayout.of(lengths, GPU), sum([1, 700, 64, 300])
+    wider = randn(tokens, num_kv + 1, dim, dtype=torch.bfloat16)  # values are a part of wider rows
+    inputs = [randn(tokens, num_heads, dim, dtype=torch.bfloat16), randn(tokens, num_kv, dim, dtype=torch.bfloat16)]
+    inputs = [part.requires_grad_() for part in (*inputs, wider[:, 1:])]
+    out = varlen_attention(*inputs, layout, window)
+    upstream = randn(*out.shape, dtype=torch.bfloat16)
+    wide = [part.detach().cpu().double().requires_grad_() for part in inputs]
+    want = varlen_attention(*wide, PackedLayout.of(lengths, torch.device("cpu")), window)
+    grads = torch.autograd.grad(out, inputs, upstream)
+    wants = torch.autograd.grad(want, wide, upstream.cpu().double())
+    for mine, theirs in zip((out, *grads), (want, *wants), strict=True):
+        assert gap(mine.detach(), theirs.detach()) < 2e-2
+
+
+def test_the_choice_of_attention_has_a_reason() -> None:
+    for dim in (64, 80):
+        found = flash.choice(GPU, torch.bfloat16, 4, dim)
+        assert found["kernel"] in ("torch", "flash-attn-4") and found["reason"]
+    assert found["kernel"] == "torch", "no head dim of flash-attn-4"
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.95), (0.4, 0.99)])
+def test_adamw_is_torchs(betas: tuple[float, float]) -> None:
+    shapes = {"a": (300, 7), "b": (5,), "c.bias": (2, 3), "d": (4097, 33)}
+    mine = {name: torch.nn.Parameter(torch.randn(shape, device=GPU)) for name, shape in shapes.items()}
+    theirs = {name: torch.nn.Parameter(part.detach().clone()) for name, part in mine.items()}
+    optimizer = FlatOptimizer(mine, betas=betas, eps=1e-8, weight_decay=0.1)
+    groups = [
+        {"params": [part], "weight_decay": 0.1 if takes_decay(name, part) else 0.0} for name, part in theirs.items()
+    ]
+    oracle = torch.optim.AdamW(groups, lr=1e-2, betas=betas, eps=1e-8)
+    for number in range(1, 6):
+        for name, part in theirs.items():
+            part.grad = torch.randn_like(part) / number
+            optimizer.grads()[name].copy_(part.grad * 2)
+        optimizer.update(learning_rate=1e-2, grad_scale=0.5)
+        oracle.step()
+        assert not optimizer.grad_N.any()
+    for name, part in theirs.items():
+        torch.testing.assert_close(mine[name], part, rtol=2e-6, atol=2e-6)
+        state = oracle.state[part]
+        start, shape = optimizer._layout[name]
+        stop = start + part.numel()
+        torch.testing.assert_close(
+            optimizer.exp_avg_sq_N[start:stop].view(shape), state["exp_avg_sq"], rtol=2e-6, atol=1e-9
+        )

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 2048
+BLOCK = 1024
 
 
 def adamw(

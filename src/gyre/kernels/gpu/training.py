@@ -294,7 +294,8 @@ def _silu_backward(grad_ptr, gate_up_ptr, out_ptr, M: tl.constexpr, BLOCK: tl.co
     grad = tl.load(grad_ptr + token * M + offs, mask=inside, other=0.0)
     gate = tl.load(gate_up_ptr + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + at + M, mask=inside, other=0.0).to(tl.float32)
-    kind, wide = grad.dtype, grad.to(tl.float32)
+    kind = grad.dtype
+    wide = grad.to(tl.float32)
     gain = 1.0 / (1.0 + tl.exp(-gate))
     activated = gate * gain
     tl.store(out_ptr + at, (wide * up * (gain * (1.0 + gate * (1.0 - gain)))).to(kind), mask=inside)
