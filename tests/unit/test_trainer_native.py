@@ -176,7 +176,7 @@ def test_a_step_cut_short_leaves_no_gradient_behind():
 def test_long_sequences_get_a_chunk_and_an_event():
     events: list = []
     assert make_trainer("sft", tokens_per_chunk=16, events=events).step_now(make_batch()).num_updates == 1
-    assert events[0][0] == "trainer.oversized_chunks"
+    assert "trainer.oversized_chunks" in [kind for kind, _ in events]
 
 
 def test_reference_refresh_and_moving_average():

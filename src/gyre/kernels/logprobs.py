@@ -3,7 +3,8 @@ Out: logprobs_N (differentiable, hand-written backward) and entropy_N (not). Cal
 
 The vocabulary is taken in blocks, so that logits never exist whole when it is large: a block's gradient of the head is
 then complete at once, and only that of the hidden rows is summed over blocks. The softmax is float32 (float64 for
-float64 rows) whatever the weights are.
+float64 rows) whatever the weights are. With Triton kernels logits stay as the product made them, are read once for all
+that the forward pass wants, and become their own gradient in place.
 """
 
 # N rows, E hidden size, V vocabulary, W tokens of a vocabulary block, Z entries of the support
@@ -17,9 +18,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gyre.kernels.cpu.chunks import kernels_for
+from gyre.kernels.choose import kernels_for
+from gyre.kernels.cpu.chunks import ChunkKernels
 
 BLOCK_LOGITS = 2**24  # logits alive at a time
+FUSED_BLOCK_LOGITS = 2**27  # likewise with Triton kernels, which make no copies: 256 MiB
 FEWEST_COLUMNS = 1024  # of a vocabulary block: below it products are too thin to be fast
 FORBIDDEN = -1e30  # logit outside the support: far below any other, and 0 · FORBIDDEN is 0, unlike with -inf
 
@@ -35,14 +38,22 @@ def token_logprobs(
     support: Support | None = None,
     *,
     chunk: int = 0,
+    keep_logits: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return (logprobs_N, entropy_N) of the distribution after temperature and truncation.
 
     temperature_N is above 0. `support` is (offsets int64 [N + 1], ids int64 [Z]): row n may only choose
     ids[offsets[n]:offsets[n + 1]], among which its target must be. `chunk` is the columns of a vocabulary block; 0
-    chooses by the number of rows.
+    chooses by the number of rows. `keep_logits` lets Triton's path keep them all for the backward pass, which else
+    makes each block again.
     """
-    blocks = cut_vocabulary(len(head_weight_VE), len(hidden_NE), chunk)
+    fused = hidden_NE.is_cuda and support is None and kernels_for(hidden_NE) is not None
+    vocab_size = len(head_weight_VE)
+    if fused:
+        columns = vocab_size if keep_logits and not chunk else chunk
+        blocks = cut_vocabulary(vocab_size, len(hidden_NE), columns, limit=FUSED_BLOCK_LOGITS)
+        return FusedLogprobs.apply(hidden_NE, head_weight_VE, targets_N.long(), temperature_N.float(), blocks)
+    blocks = cut_vocabulary(vocab_size, len(hidden_NE), chunk)
     rows_Z = ids_Z = None
     if support is not None:
         offsets, ids_Z = support
@@ -57,9 +68,12 @@ def logprobs_by(
     return GivenLogprobs.apply(forward, hidden_NE, head_weight_VE, targets_N.long(), temperature_N)
 
 
-def cut_vocabulary(vocab_size: int, num_rows: int, columns: int = 0) -> tuple[tuple[int, int], ...]:
-    """Return (start, stop) of vocabulary blocks; their columns follow from the number of rows where not given."""
-    columns = columns or max(FEWEST_COLUMNS, BLOCK_LOGITS // max(1, num_rows))
+def cut_vocabulary(
+    vocab_size: int, num_rows: int, columns: int = 0, *, limit: int = BLOCK_LOGITS
+) -> tuple[tuple[int, int], ...]:
+    """Return (start, stop) of vocabulary blocks; where not given their columns follow from the number of rows, so that
+    `limit` logits exist at a time."""
+    columns = columns or max(FEWEST_COLUMNS, limit // max(1, num_rows))
     return tuple((start, min(start + columns, vocab_size)) for start in range(0, vocab_size, columns))
 
 
@@ -75,7 +89,8 @@ class TokenLogprobs(torch.autograd.Function):
         ids_Z: Tensor | None,
         blocks: tuple[tuple[int, int], ...],
     ) -> tuple[Tensor, Tensor]:
-        if rows_Z is None and len(blocks) == 1 and (kernels := kernels_for(hidden_NE, len(head_weight_VE))):
+        kernels = kernels_for(hidden_NE, len(head_weight_VE)) if rows_Z is None and len(blocks) == 1 else None
+        if isinstance(kernels, ChunkKernels):
             logits_NV = hidden_NE @ head_weight_VE.t()
             logprobs_N, entropy_N, total_N = kernels.logprobs(logits_NV, temperature_N.float(), targets_N)
             ctx.blocks = None  # the C kernels' case: what is kept are the logits
@@ -114,7 +129,7 @@ class TokenLogprobs(torch.autograd.Function):
         hidden_NE, weight_VE, targets_N, temperature_N, rows_Z, ids_Z, total_N, logprobs_N, kept_NV = ctx.saved_tensors
         if ctx.blocks is None:
             kernels, grad_NV = kernels_for(hidden_NE), kept_NV.clone()
-            assert kernels is not None
+            assert isinstance(kernels, ChunkKernels)
             kernels.logprobs_backward(grad_NV, temperature_N.float(), targets_N, logprobs_N, total_N, grads[0].float())
             return grad_NV @ weight_VE, grad_NV.t() @ hidden_NE, None, None, None, None, None
 
@@ -187,6 +202,56 @@ def logprobs_backward(
         grad_hidden_NE = part_NE if grad_hidden_NE is None else grad_hidden_NE.add_(part_NE)
     assert grad_hidden_NE is not None
     return grad_hidden_NE.to(hidden_NE.dtype), grad_weight_VE
+
+
+class FusedLogprobs(torch.autograd.Function):
+    """By Triton kernels, without a support. One block is kept for the backward pass; several are made again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NE: Tensor,
+        head_weight_VE: Tensor,
+        targets_N: Tensor,
+        temperature_N: Tensor,
+        blocks: tuple[tuple[int, int], ...],
+    ) -> tuple[Tensor, Tensor]:
+        kernels, kept_NV, columns = kernels_for(hidden_NE), None, []
+        assert kernels is not None and not isinstance(kernels, ChunkKernels)
+        for start, stop in blocks:
+            logits_NW = hidden_NE @ head_weight_VE[start:stop].t()
+            columns.append(kernels.block_statistics(logits_NW, temperature_N, targets_N, start))
+            kept_NV = logits_NW if len(blocks) == 1 else None
+        totals_BN, means_BN, found_BN = (torch.stack(parts) for parts in zip(*columns, strict=True))
+        total_N = totals_BN.logsumexp(0)
+        entropy_N = total_N - ((totals_BN - total_N).exp() * means_BN).sum(0)
+        logprobs_N = found_BN.sum(0) - total_N  # a target lies in one block; the others say 0
+        ctx.blocks, ctx.kept_is_gradient = blocks, False
+        ctx.save_for_backward(hidden_NE, head_weight_VE, targets_N, temperature_N, total_N, logprobs_N, kept_NV)
+        ctx.mark_non_differentiable(entropy_N)
+        return logprobs_N, entropy_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_NE, weight_VE, targets_N, temperature_N, total_N, logprobs_N, kept_NV = ctx.saved_tensors
+        assert not ctx.kept_is_gradient, "the kept logits became their gradient: one backward pass per forward pass"
+        ctx.kept_is_gradient = kept_NV is not None
+        kernels = kernels_for(hidden_NE)
+        assert kernels is not None and not isinstance(kernels, ChunkKernels)
+        scale_N = grads[0].float() / temperature_N
+        at_target_N = -scale_N * torch.expm1(logprobs_N)  # 1 - p would lose its digits where p is near 1
+        grad_weight_VE, grad_hidden_NE = torch.empty_like(weight_VE), None
+        for start, stop in ctx.blocks:
+            grad_NW = hidden_NE @ weight_VE[start:stop].t() if kept_NV is None else kept_NV
+            kernels.logits_gradient(grad_NW, temperature_N, targets_N, total_N, scale_N, at_target_N, start)
+            torch.mm(grad_NW.t(), hidden_NE, out=grad_weight_VE[start:stop])
+            part_NE = grad_NW @ weight_VE[start:stop]
+            if len(ctx.blocks) > 1:
+                part_NE = part_NE.float()
+            grad_hidden_NE = part_NE if grad_hidden_NE is None else grad_hidden_NE.add_(part_NE)
+        assert grad_hidden_NE is not None
+        return grad_hidden_NE.to(hidden_NE.dtype), grad_weight_VE, None, None, None
 
 
 def block_logits(

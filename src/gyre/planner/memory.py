@@ -11,14 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gyre.core.records import Phase, Tier
+from gyre.core.records import Checkpointing, Phase, Tier
 from gyre.engine.config import plan_num_slots
 from gyre.planner.plan import ComponentPlan, DeviceKind, Dtype, ModelNumbers, PlanInputs
 from gyre.vram.config import Leave
 from gyre.vram.phases import default_needs, leave_tiers, match_name
 
 ITEM_BYTES: Mapping[Dtype, int] = {"float32": 4, "bfloat16": 2}
-LOGIT_ROWS = 1024  # rows of logits that exist at a time in the trainer, at most
+LOGIT_ROWS = 1024  # rows of logits that exist at a time in the trainer, at most, where torch works on them
+FUSED_LOGITS = 2**27  # logits that exist at a time where Triton kernels work on them and do not keep them
 TRUNCATION_ROWS, TRUNCATION_BYTES = 64, 48  # as in engine.truncation: rows at a time, bytes per row and token
 
 
@@ -26,25 +27,50 @@ def kv_bytes_per_page(model: ModelNumbers, dtype: Dtype, page_tokens: int) -> in
     return 2 * model.num_layers * model.num_kv_heads * model.head_dim * page_tokens * ITEM_BYTES[dtype]
 
 
-def activation_bytes(model: ModelNumbers, dtype: Dtype, tokens: int, *, longest: int, device: DeviceKind) -> int:
+def activation_bytes(
+    model: ModelNumbers,
+    dtype: Dtype,
+    tokens: int,
+    *,
+    longest: int,
+    device: DeviceKind,
+    checkpointing: Checkpointing = "none",
+) -> int:
     """What one chunk keeps for its backward pass, and the largest temporaries of that pass."""
-    m, item = model, ITEM_BYTES[dtype]
-    q_size, kv_size = m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim
-    kept = 5 * m.hidden_size + 2 * (q_size + 2 * kv_size) + 2 * q_size + 4 * m.mlp_size
-    if device == "cpu":
-        kept += m.num_heads * longest  # attention probabilities; on CUDA they never exist
-    passing = 4 * m.mlp_size + 2 * m.hidden_size + 2 * (q_size + 2 * kv_size)
-    return tokens * item * (m.num_layers * kept + passing) + logit_bytes(m, tokens)
+    m, fused = model, device == "cuda" and dtype == "bfloat16"
+    kept = layer_numbers(m, checkpointing, longest=longest, device=device, fused=fused)
+    passing = 4 * m.mlp_size + 2 * m.hidden_size + 2 * (m.num_heads + 2 * m.num_kv_heads) * m.head_dim
+    if checkpointing != "none":
+        # of the layer whose backward pass runs, what was not kept is there again
+        passing += layer_numbers(m, "none", longest=longest, device=device, fused=fused)
+    logits = logit_bytes(m, tokens, fused=fused, kept=checkpointing == "none")
+    return tokens * ITEM_BYTES[dtype] * (m.num_layers * kept + passing) + logits
+
+
+def layer_numbers(m: ModelNumbers, mode: Checkpointing, *, longest: int, device: DeviceKind, fused: bool) -> int:
+    """Numbers per token that one layer keeps, from above: statistics and what torch's paths copy are in it.
+    docs/training.md has the exact sums."""
+    if mode == "full":
+        return m.hidden_size
+    q_size, qkv = m.num_heads * m.head_dim, (m.num_heads + 2 * m.num_kv_heads) * m.head_dim
+    # Without kernels attention copies q, k and v and keeps its probabilities; on CUDA these never exist.
+    copies = m.num_heads * longest if device == "cpu" else 0
+    if mode == "selective":
+        return 3 * m.hidden_size + qkv + 2 * q_size + copies + (qkv if device == "cpu" else 0)
+    return 5 * m.hidden_size + 2 * qkv + 2 * q_size + (2 if fused else 4) * m.mlp_size + copies
 
 
 def forward_bytes(model: ModelNumbers, dtype: Dtype, tokens: int, *, longest: int, device: DeviceKind) -> int:
     """A forward pass without a backward: one layer's temporaries at a time."""
     one_layer = ModelNumbers(**{**_as_dict(model), "num_layers": 1})
-    return activation_bytes(one_layer, dtype, tokens, longest=longest, device=device)
+    return activation_bytes(one_layer, dtype, tokens, longest=longest, device=device, checkpointing="full")
 
 
-def logit_bytes(model: ModelNumbers, rows: int) -> int:
-    return 3 * 4 * min(rows, LOGIT_ROWS) * model.vocab_size  # float32 logits, log-softmax, gradient
+def logit_bytes(model: ModelNumbers, rows: int, *, fused: bool, kept: bool) -> int:
+    """The dearest of the head's paths. A truncated support goes by torch: float32 logits, softmax and gradient."""
+    by_torch = 3 * 4 * min(rows, LOGIT_ROWS) * model.vocab_size
+    whole = rows * model.vocab_size
+    return max(by_torch, 2 * (whole if kept else min(whole, FUSED_LOGITS))) if fused else by_torch
 
 
 def engine_bytes(model: ModelNumbers, dtype: Dtype, *, tokens: int, running: int, longest: int) -> int:
@@ -70,7 +96,9 @@ def working_bytes(
     return {
         "rollout": generate if inputs.online else 0,
         "score": score if inputs.online or inputs.reference else 0,
-        "train": activation_bytes(model, dtype, tokens_per_chunk, longest=longest, device=device),
+        "train": activation_bytes(
+            model, dtype, tokens_per_chunk, longest=longest, device=device, checkpointing=inputs.checkpointing
+        ),
         "handover": 0,
         "evaluate": generate if inputs.online else score,
     }

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from gyre.core.errors import SnapshotError
-from gyre.core.records import Phase, Tier
+from gyre.core.records import Checkpointing, Phase, Tier
 from gyre.vram.config import Leave, Residency
 
 DeviceKind = Literal["cpu", "cuda"]
@@ -65,6 +65,7 @@ class PlanInputs:
     max_completion_tokens: int
     sequences_per_update: int | None = None
     tokens_per_chunk: int | None = None
+    checkpointing: Checkpointing = "none"
     epochs_per_batch: int = 1
     critic: bool = False
     reference: bool = False

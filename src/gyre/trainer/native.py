@@ -13,6 +13,7 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,8 @@ from gyre.core.records import (
     Usage,
     Which,
 )
-from gyre.kernels.cpu.build import Unavailable
-from gyre.kernels.cpu.chunks import load_chunks
+from gyre.kernels import flash
+from gyre.kernels.choose import CUDA_DTYPES, why_torch
 from gyre.models.decoder import Decoder
 from gyre.models.heads import ScalarHead
 from gyre.objectives.api import (
@@ -77,19 +78,24 @@ class NativeTrainer:
         disk_folder: Path | None = None,
         group: Group | None = None,
         parallel: ParallelConfig | None = None,
-        logprobs: ChunkLogprobs = chunk_logprobs,
+        logprobs: ChunkLogprobs | None = None,
     ) -> None:
         """`head` continues a reward model under objective rm; `critic` one under ppo: without them the head starts at
         zero and the critic's trunk as a copy of the actor. `reward_model` is what evaluate(…, "reward") asks.
         `shared` goes into the manifest: the engine reads this trainer's own weights. `disk_folder` gives components
-        a disk tier. `logprobs` is how actor and reference compute a chunk's log-probs. `group`: the ranks that train
-        together (`parallel.start.join`). Each has a NativeTrainer made with the same arguments and weights, and every
-        rank calls every method, with the same global batch. `parallel` says how their models lie over them."""
+        a disk tier. `logprobs` is how actor and reference compute a chunk's log-probs, if not as usual. `group`: the
+        ranks that train together (`parallel.start.join`). Each has a NativeTrainer made with the same arguments and
+        weights, and every rank calls every method, with the same global batch. `parallel` says how their models lie
+        over them."""
         self._objective, self._config, self._seed = objective, config, seed
         self._compute, self._emit, self._shared = compute, emit, shared
         self._group = group or alone(decoder.device)
-        if decoder.device.type == "cpu" and isinstance(kernels := load_chunks(decoder.dtype), Unavailable):
-            emit("trainer.torch_kernels", reason=kernels.reason)
+        if (reason := why_torch(decoder.device, decoder.dtype)) is not None:
+            emit("trainer.torch_kernels", reason=reason)
+        if decoder.device.type == "cuda" and decoder.dtype in CUDA_DTYPES:
+            spec = decoder.spec
+            shared_by = spec.num_heads // spec.num_kv_heads
+            emit("trainer.attention_kernel", **flash.choice(decoder.device, decoder.dtype, shared_by, spec.head_dim))
         if trains_scores(objective) and head is None:
             head = ScalarHead(decoder.spec.hidden_size, device=decoder.device)
         assert head is None or trains_scores(objective), f"objective {objective.kind} trains no scalar head"
@@ -100,7 +106,7 @@ class NativeTrainer:
         self._models = Models(
             actor=Learner("actor", decoder, head, config, splitter.split("actor")),
             critic=Learner("critic", *trunk, config, splitter.split("critic")) if trunk else None,
-            logprobs=logprobs,
+            logprobs=logprobs or partial(chunk_logprobs, checkpointing=config.checkpointing),
         )
         self._reference = Reference(first, config, splitter.split("reference")) if first is not None else None
         if reward_model is not None and (split := splitter.split("reward")).shards_weights:

@@ -93,7 +93,7 @@ def collect_gradients(models: Models, objective: AnyObjective, chunks: Sequence[
         inputs = _inputs(chunk)
         if trains_scores(objective):
             assert actor.head is not None
-            inputs = replace(inputs, scores_S=chunk_scores(actor.decoder, actor.head, chunk))
+            inputs = replace(inputs, scores_S=chunk_scores(actor.decoder, actor.head, chunk, actor.checkpointing))
         else:
             logprobs_N, entropy_N = models.logprobs(actor.decoder, chunk)
             inputs = replace(inputs, logprobs_N=logprobs_N, entropy_N=entropy_N)
@@ -101,7 +101,7 @@ def collect_gradients(models: Models, objective: AnyObjective, chunks: Sequence[
         _backward(objective, inputs, denominator, found)
         if critic is not None:
             assert critic.head is not None
-            values_N = chunk_values(critic.decoder, critic.head, chunk)
+            values_N = chunk_values(critic.decoder, critic.head, chunk, critic.checkpointing)
             _backward(objective, replace(_inputs(chunk), values_N=values_N), denominator, found)
     return found
 
