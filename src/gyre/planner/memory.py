@@ -4,7 +4,7 @@ In: sizes of the models and batches. Out: ComponentPlans, bytes by phase. Caller
 holds is measured by `vram.manager`; the components agree to the byte (up to alignment), working memory is an estimate
 from above, checked against saved tensors by a test.
 
-Letters: E hidden, M MLP, H heads, K KV heads, D head size, V vocabulary, L longest sequence.
+Activations are counted tensor by tensor in `planner.activations`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from gyre.core.records import Phase, Tier
-from gyre.planner.plan import ComponentPlan, DeviceKind, Dtype, ModelNumbers, PlanInputs
+from gyre.planner.activations import (
+    ITEM_BYTES,
+    forward_layer_bytes,
+    head_backward_bytes,
+    head_forward_bytes,
+    layer_backward_bytes,
+    saved_bytes,
+)
+from gyre.planner.plan import ComponentPlan, Dtype, ModelNumbers, PlanInputs, Saving
 from gyre.vram.config import Leave
 from gyre.vram.phases import default_needs, leave_tiers, match_name
 
-ITEM_BYTES: Mapping[Dtype, int] = {"float32": 4, "bfloat16": 2}
-LOGIT_ROWS = 1024  # rows of logits that exist at a time in the trainer, at most
 TRUNCATION_ROWS, TRUNCATION_BYTES = 64, 48  # as in engine.truncation: rows at a time, bytes per row and token
 
 
@@ -25,25 +31,17 @@ def kv_bytes_per_page(model: ModelNumbers, dtype: Dtype, page_tokens: int) -> in
     return 2 * model.num_layers * model.num_kv_heads * model.head_dim * page_tokens * ITEM_BYTES[dtype]
 
 
-def activation_bytes(model: ModelNumbers, dtype: Dtype, tokens: int, *, longest: int, device: DeviceKind) -> int:
+def activation_bytes(model: ModelNumbers, dtype: Dtype, tokens: int, *, longest: int, saving: Saving) -> int:
     """What one chunk keeps for its backward pass, and the largest temporaries of that pass."""
-    m, item = model, ITEM_BYTES[dtype]
-    q_size, kv_size = m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim
-    kept = 5 * m.hidden_size + 2 * (q_size + 2 * kv_size) + 2 * q_size + 4 * m.mlp_size
-    if device == "cpu":
-        kept += m.num_heads * longest  # attention probabilities; on CUDA they never exist
-    passing = 4 * m.mlp_size + 2 * m.hidden_size + 2 * (q_size + 2 * kv_size)
-    return tokens * item * (m.num_layers * kept + passing) + logit_bytes(m, tokens)
+    kept = saved_bytes(model, dtype, saving, "none", tokens=tokens, targets=tokens, longest=longest)
+    head = max(head_forward_bytes(model, tokens), head_backward_bytes(model, dtype, tokens))
+    return kept + max(head, layer_backward_bytes(model, dtype, tokens))
 
 
-def forward_bytes(model: ModelNumbers, dtype: Dtype, tokens: int, *, longest: int, device: DeviceKind) -> int:
+def forward_bytes(model: ModelNumbers, dtype: Dtype, tokens: int, *, longest: int, saving: Saving) -> int:
     """A forward pass without a backward: one layer's temporaries at a time."""
-    one_layer = ModelNumbers(**{**_as_dict(model), "num_layers": 1})
-    return activation_bytes(one_layer, dtype, tokens, longest=longest, device=device)
-
-
-def logit_bytes(model: ModelNumbers, rows: int) -> int:
-    return 3 * 4 * min(rows, LOGIT_ROWS) * model.vocab_size  # float32 logits, log-softmax, gradient
+    layer = forward_layer_bytes(model, dtype, saving, tokens, longest=longest)
+    return layer + head_forward_bytes(model, tokens)
 
 
 def engine_bytes(model: ModelNumbers, dtype: Dtype, *, tokens: int, running: int, longest: int) -> int:
@@ -58,17 +56,17 @@ def engine_bytes(model: ModelNumbers, dtype: Dtype, *, tokens: int, running: int
 
 
 def working_bytes(
-    inputs: PlanInputs, *, dtype: Dtype, device: DeviceKind, tokens_per_chunk: int, max_running: int
+    inputs: PlanInputs, *, dtype: Dtype, saving: Saving, tokens_per_chunk: int, max_running: int
 ) -> dict[Phase, int]:
     """Device bytes beside the components, by phase."""
     model, longest = inputs.model, inputs.max_prompt_tokens + inputs.max_completion_tokens
     scored = [model] + ([inputs.reward_model] if inputs.reward_model is not None else [])
-    score = max(forward_bytes(m, dtype, tokens_per_chunk, longest=longest, device=device) for m in scored)
+    score = max(forward_bytes(m, dtype, tokens_per_chunk, longest=longest, saving=saving) for m in scored)
     generate = engine_bytes(model, dtype, tokens=inputs.engine_tokens_per_step, running=max_running, longest=longest)
     return {
         "rollout": generate if inputs.online else 0,
         "score": score if inputs.online or inputs.reference else 0,
-        "train": activation_bytes(model, dtype, tokens_per_chunk, longest=longest, device=device),
+        "train": activation_bytes(model, dtype, tokens_per_chunk, longest=longest, saving=saving),
         "handover": 0,
         "evaluate": generate if inputs.online else score,
     }
@@ -129,7 +127,3 @@ def _component(
         leave=leave_tiers(name, tiers, leave),
         formula=formula,
     )
-
-
-def _as_dict(model: ModelNumbers) -> dict[str, int]:
-    return {name: getattr(model, name) for name in ModelNumbers.__dataclass_fields__}
