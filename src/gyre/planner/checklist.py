@@ -136,7 +136,7 @@ def _memory(choice: Choice, settings: Settings) -> Line:
 def _checkpointing(choice: Choice, settings: Settings) -> Line:
     job, layout = choice.job, choice.best.layout
     sizes = {
-        mode: layout.tokens_per_chunk
+        mode: job.chunk_tokens(layout)
         * job.model.num_layers
         * layer_bytes(job.model, job.dtype, job.saving, mode, longest=job.longest)
         for mode in ("none", layout.checkpointing)

@@ -6,6 +6,7 @@ In: a Choice, checklist lines. Out: text; a mapping. Callers: `wire.clusters`, t
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from gyre.planner.moments import device_bytes_of
 from gyre.planner.search import Candidate, Choice
 from gyre.planner.speed import chunks_per_update, sent_bytes
 from gyre.vram.refusals import words
+
+COLUMNS = 118
 
 
 def describe(choice: Choice, training: Sequence[Line], inference: Sequence[Line]) -> str:
@@ -106,7 +109,17 @@ def _time_rows(choice: Choice) -> list[tuple[str, ...]]:
 
 
 def _checklist(lines: Sequence[Line]) -> str:
-    return table(("line", "state", "why"), [(line.name, line.state, line.reason) for line in lines])
+    """A state, a name and why, folded at COLUMNS."""
+    indent = " " * (2 + len("not built") + 2)
+    return "\n".join(
+        textwrap.fill(
+            f"{line.name}: {line.reason}",
+            COLUMNS,
+            initial_indent=f"  {line.state:<9}  ",
+            subsequent_indent=indent + "  ",
+        )
+        for line in lines
+    )
 
 
 def _candidate(choice: Choice, candidate: Candidate) -> dict[str, Any]:

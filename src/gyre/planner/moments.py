@@ -66,7 +66,8 @@ class Job:
     saving: Saving
     longest: int  # tokens of the longest sequence; a chunk holds at least one
     mean_tokens: int  # of a sequence: attention's share of the work
-    tokens_per_update: int  # over all ranks
+    tokens_per_update: int  # over all ranks, expected
+    most_tokens_per_update: int  # when every sequence is as long as it may be
     updates_per_step: int = 1  # between two hand-overs to the engine
     target_share: float = 1.0  # of the tokens that have a loss
     critic: bool = False
@@ -78,6 +79,11 @@ class Job:
     def copies(self) -> int:
         """Models that are trained."""
         return 2 if self.critic else 1
+
+    def chunk_tokens(self, layout: Layout) -> int:
+        """Tokens of the fullest chunk of a rank: an update may be too small to fill one."""
+        share = max(self.longest, -(-self.most_tokens_per_update // layout.gpus))
+        return min(layout.tokens_per_chunk, share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +102,7 @@ class Moment:
 def train_moments(job: Job, layout: Layout, beside: Mapping[str, int] | None = None) -> tuple[Moment, ...]:
     """The four instants of a training step. `beside`: what else stays on the device meanwhile."""
     base = _resident(job, layout) | dict(beside or {})
-    tokens, m, dtype = layout.tokens_per_chunk, job.model, job.dtype
+    tokens, m, dtype = job.chunk_tokens(layout), job.model, job.dtype
     item = ITEM_BYTES[dtype]
     targets = min(tokens - 1, max(1, round(tokens * job.target_share)))
     kept = saved_bytes(
@@ -138,7 +144,7 @@ def phase_moments(job: Job, layout: Layout, residency: Residency, running: int) 
 
 def _score_moment(job: Job, layout: Layout, beside: Mapping[str, int]) -> Moment:
     """Log-probs without a gradient, of the policy and of the frozen models."""
-    tokens = layout.tokens_per_chunk
+    tokens = job.chunk_tokens(layout)
     one_layer = forward_layer_bytes(job.model, job.dtype, job.saving, tokens, longest=job.longest)
     forward = {
         "gathered weights": gathered_bytes(job.model, job.dtype, layout),
@@ -199,7 +205,7 @@ def _again_bytes(job: Job, layout: Layout) -> int:
     """What the layer whose backward pass runs computes again."""
     everything = sum(kept_by_layer(job.model, job.dtype, job.saving, longest=job.longest).values())
     kept = layer_bytes(job.model, job.dtype, job.saving, layout.checkpointing, longest=job.longest)
-    return layout.tokens_per_chunk * (everything - kept)
+    return job.chunk_tokens(layout) * (everything - kept)
 
 
 def _visiting(job: Job, layout: Layout) -> int:

@@ -193,7 +193,7 @@ def _chunks(job: Job, gpus: int, fixed: Fixed) -> list[int]:
     """From the longest sequence upwards, to what one rank gets of an update."""
     if fixed.tokens_per_chunk is not None:
         return [fixed.tokens_per_chunk]
-    most = max(job.longest, min(LARGEST_CHUNK, -(-job.tokens_per_update // gpus)))
+    most = max(job.longest, min(LARGEST_CHUNK, -(-job.most_tokens_per_update // gpus)))
     sizes = [job.longest]
     while 2 * sizes[-1] <= most:
         sizes.append(2 * sizes[-1])
@@ -313,7 +313,8 @@ def _longest_that_fits(job: Job, cluster: Cluster, fixed: Fixed) -> int:
     while low < high:
         middle = (low + high + 1) // 2
         engine = replace(job.engine, longest=256 * middle) if job.engine is not None else None
-        shorter = replace(job, longest=256 * middle, engine=engine)
+        mean = min(job.mean_tokens, 256 * middle)
+        shorter = replace(job, longest=256 * middle, mean_tokens=mean, engine=engine)
         chunk = None if fixed.tokens_per_chunk is None else min(fixed.tokens_per_chunk, 256 * middle)
         if _best_of(shorter, cluster, replace(fixed, tokens_per_chunk=chunk)):
             low = middle

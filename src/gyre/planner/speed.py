@@ -19,6 +19,8 @@ HIDDEN_SHARE = 0.8  # of the compute time under which FSDP2's traffic can hide
 SELECTIVE_WORK = 0.03  # of the compute time: norms and the gated product again, which no matrix unit does
 LAYER_LAUNCH_S = 0.6e-3  # of one layer's forward and backward kernels, about 60 of 10 µs: small chunks wait for these
 UPDATE_BYTES = 60  # read and written by AdamW per parameter of a shard, counted over trainer/optim.py
+COLLECTIVE_S = 40e-6  # to start one
+COPY_BYTES = 4  # read and written per gathered parameter, out of the gathered buffer into the layer's tensors
 SUM_BYTES = 10  # read and written per parameter to add a chunk's gradient to the float32 sum
 FLOAT32_SHARE = 1 / 15  # of the bfloat16 rate: no tensor cores
 
@@ -85,9 +87,12 @@ def step_time(job: Job, layout: Layout, gpu: Gpu, residency: Residency) -> StepT
     if block_columns(layout.tokens_per_chunk) < job.model.vocab_size:
         again += head  # log-probs by blocks make each block's logits twice
     traffic = sum(size / _link_rate(name, layout, gpu) for name, size in sent_bytes(job, layout).items())
+    gathers = {0: 0, 1: 0, 2: 1, 3: 2 * chunks}[layout.zero]
+    traffic += COLLECTIVE_S * job.model.num_layers * job.copies * (gathers + chunks if gathers else 0)
     hidden = HIDDEN_SHARE * compute if layout.zero >= 2 else 0.0
     count = job.model.num_parameters * job.copies
-    memory = count * (UPDATE_BYTES / layout.shard_ranks + chunks * SUM_BYTES) / gpu.hbm_bytes_per_s
+    per_parameter = UPDATE_BYTES / layout.shard_ranks + chunks * SUM_BYTES + gathers * COPY_BYTES
+    memory = count * per_parameter / gpu.hbm_bytes_per_s
     return StepTime(
         compute_s=compute,
         again_s=again,
