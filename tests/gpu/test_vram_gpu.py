@@ -16,8 +16,8 @@ from gyre.models.config import ShapeConfig
 from gyre.models.decoder import Decoder
 from gyre.models.init import init_weights
 from gyre.models.spec import spec_from_shape
-from gyre.planner.memory import activation_bytes
 from gyre.planner.hardware import saving_on_cuda
+from gyre.planner.memory import activation_bytes
 from gyre.planner.plan import ModelNumbers
 from gyre.vram.config import MemoryConfig
 from gyre.vram.manager import MemoryManager

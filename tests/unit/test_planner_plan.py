@@ -48,7 +48,13 @@ LAPTOP = Hardware(
     saving="torch_cpu",
 )
 GPU = replace(
-    LAPTOP, device="cuda", device_name="a GPU", device_total_bytes=80 << 30, device_free_bytes=79 << 30, bf16=True, saving="cuda"
+    LAPTOP,
+    device="cuda",
+    device_name="a GPU",
+    device_total_bytes=80 << 30,
+    device_free_bytes=79 << 30,
+    bf16=True,
+    saving="cuda",
 )
 
 

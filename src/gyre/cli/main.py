@@ -53,7 +53,7 @@ def plan(
     config: Annotated[Path | None, typer.Argument(metavar="RUN.toml", help="The run's config; see configs/.")] = None,
     set_: Overrides = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="GPUs to plan for; with --gpu.")] = None,
-    gpu: Annotated[str | None, typer.Option(help="Their kind, such as h200 or a100-80g; they need not be here.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="Their kind, such as h200; they need not be here.")] = None,
     host_bytes: Annotated[int | None, typer.Option(min=0, help="Memory of one host; left out: the usual one.")] = None,
     shape: Annotated[str | None, typer.Option(help="A published shape, such as qwen3-8b, as the model.")] = None,
     sequence_tokens: Annotated[int | None, typer.Option(min=1, help="Without RUN.toml: tokens per sequence.")] = None,

@@ -16,7 +16,9 @@ def run_plan(config: Path | None, overrides: list[str], *, options: Mapping[str,
     """`options` are those of the command that were given, by the names of wire.clusters.Request."""
     settings = load_run_config(config, overrides) if config is not None else None  # refused before torch is loaded
     if not options and settings is None:
-        raise ConfigError("gyre plan needs RUN.toml, or --shape with --gpu", hint="gyre plan --shape qwen3-8b --gpu h200")
+        raise ConfigError(
+            "gyre plan needs RUN.toml, or --shape with --gpu", hint="gyre plan --shape qwen3-8b --gpu h200"
+        )
     if options and "gpu" not in options:
         raise ConfigError(
             f"--{next(iter(options)).replace('_', '-')} is about GPUs that are named: --gpu is missing",

@@ -82,7 +82,9 @@ def _engine_lines(choice: Choice, settings: Settings) -> tuple[Line, ...]:
     return (
         Line(name=names[0], state="on", reason=batching),
         Line(name=names[1], state="on", reason=paging),
-        Line(name=names[2], state="on" if cached else "off", reason=sharing if cached else "engine.prefix_cache = false"),
+        Line(
+            name=names[2], state="on" if cached else "off", reason=sharing if cached else "engine.prefix_cache = false"
+        ),
     )
 
 
@@ -166,7 +168,8 @@ def _precision(choice: Choice, settings: Settings) -> Line:
 
 def _loading(settings: Settings) -> Line:
     built = settings.features["overlapped data loading"]
-    reason = "the next batch is read while one trains" if built else "records are read before the run, and packed in step"
+    reason = "records are read before the run and packed between steps"
+    reason = "the next batch is read while one trains" if built else reason
     return Line(name="Data loading", state="on" if built else "not built", reason=reason)
 
 

@@ -10,10 +10,11 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from gyre.planner.candidates import Candidate
 from gyre.planner.checklist import Line
 from gyre.planner.explain import table
 from gyre.planner.moments import device_bytes_of
-from gyre.planner.search import Candidate, Choice
+from gyre.planner.search import Choice
 from gyre.planner.speed import chunks_per_update, sent_bytes
 from gyre.vram.refusals import words
 

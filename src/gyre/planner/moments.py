@@ -105,9 +105,7 @@ def train_moments(job: Job, layout: Layout, beside: Mapping[str, int] | None = N
     tokens, m, dtype = job.chunk_tokens(layout), job.model, job.dtype
     item = ITEM_BYTES[dtype]
     targets = min(tokens - 1, max(1, round(tokens * job.target_share)))
-    kept = saved_bytes(
-        m, dtype, job.saving, layout.checkpointing, tokens=tokens, targets=targets, longest=job.longest
-    )
+    kept = saved_bytes(m, dtype, job.saving, layout.checkpointing, tokens=tokens, targets=targets, longest=job.longest)
     gathered = {"gathered weights": gathered_bytes(m, dtype, layout)}
     tied = item * m.embedding_parameters if m.tied else 0  # waits for the embedding's gradient
     loss = max(head_forward_bytes(m, targets), head_backward_bytes(m, dtype, targets))

@@ -63,12 +63,8 @@ SHAPES: Mapping[str, ModelSpec] = MappingProxyType(
         "qwen3-8b": _qwen3(4096, 36, (32, 8, 128), 12_288, tied=False),
         "qwen3-14b": _qwen3(5120, 40, (40, 8, 128), 17_408, tied=False),
         "qwen3-32b": _qwen3(5120, 64, (64, 8, 128), 25_600, tied=False),
-        "qwen2.5-0.5b": _shape(
-            "qwen2", 151_936, 896, 24, (14, 2, 64), 4864, 32_768, tied=True, rope_theta=1e6
-        ),
-        "qwen2.5-7b": _shape(
-            "qwen2", 152_064, 3584, 28, (28, 4, 128), 18_944, 131_072, tied=False, rope_theta=1e6
-        ),
+        "qwen2.5-0.5b": _shape("qwen2", 151_936, 896, 24, (14, 2, 64), 4864, 32_768, tied=True, rope_theta=1e6),
+        "qwen2.5-7b": _shape("qwen2", 152_064, 3584, 28, (28, 4, 128), 18_944, 131_072, tied=False, rope_theta=1e6),
         "llama-3.2-1b": _llama3(2048, 16, (32, 8, 64), 8192, tied=True),
         "llama-3-8b": _llama3(4096, 32, (32, 8, 128), 14_336, tied=False),
         "llama-3-70b": _llama3(8192, 80, (64, 8, 128), 28_672, tied=False),

@@ -11,6 +11,7 @@ from typing import Any
 from gyre.core.errors import ConfigError
 from gyre.engine.config import EngineConfig, plan_engine
 from gyre.models.spec import ModelSpec
+from gyre.planner.candidates import Cluster, Fixed
 from gyre.planner.checklist import Settings, inference_lines, training_lines
 from gyre.planner.describe import as_mapping, describe
 from gyre.planner.features import built_features
@@ -20,7 +21,7 @@ from gyre.planner.layouts import Zero
 from gyre.planner.memory import ITEM_BYTES, engine_bytes
 from gyre.planner.moments import MIB, Engine, Job
 from gyre.planner.plan import Dtype, PlanInputs
-from gyre.planner.search import Choice, Cluster, Fixed, choose
+from gyre.planner.search import Choice, choose
 from gyre.planner.shapes import find_shape, model_numbers
 from gyre.planner.sizes import check_lengths, longest_sequence
 from gyre.runconfig import RunConfig
