@@ -40,7 +40,7 @@ def make_job(shape: str = "qwen3-8b", *, longest: int = 8192, update: int = 524_
     base: dict[str, Any] = {
         "model": model_numbers(find_shape(shape)),
         "dtype": "bfloat16",
-        "saving": "cuda",
+        "saving": "triton",
         "longest": longest,
         "mean_tokens": longest,
         "tokens_per_update": update,
@@ -57,6 +57,7 @@ def kept_bytes(
     num_targets: int | None = None,
     device: torch.device = CPU,
     attention: Attention = varlen_attention,
+    **how: Any,
 ) -> int:
     """Distinct bytes that autograd keeps for one chunk, weights not counted. `num_targets` as the trainer does it: the
     last layer goes on with these rows only."""
@@ -78,7 +79,7 @@ def kept_bytes(
         return attention(q_THD, k_TKD, v_TKD, layout)
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        hidden_NE = decoder.hidden(tokens_T, layout.positions_T, attend, rows_N)
+        hidden_NE = decoder.hidden(tokens_T, layout.positions_T, attend, rows_N, **how)
         targets_N = tokens_T[: len(hidden_NE)].clone()
         logprobs_N, _ = token_logprobs(
             hidden_NE, decoder.head_weight, targets_N, torch.ones(len(hidden_NE), device=device)

@@ -137,7 +137,7 @@ def test_estimates_grow_with_what_they_depend_on() -> None:
     small = activation_bytes(model, "float32", 1024, longest=128, saving="torch_cpu")
     assert activation_bytes(model, "float32", 2048, longest=128, saving="torch_cpu") > 1.5 * small
     assert activation_bytes(model, "bfloat16", 1024, longest=128, saving="torch_cpu") < small
-    assert activation_bytes(model, "float32", 1024, longest=128, saving="cuda") < small
+    assert activation_bytes(model, "float32", 1024, longest=128, saving="triton") < small
     assert forward_bytes(model, "float32", 1024, longest=128, saving="torch_cpu") < small
     assert engine_bytes(model, "float32", tokens=512, running=64, longest=128) < engine_bytes(
         model, "float32", tokens=512, running=128, longest=128

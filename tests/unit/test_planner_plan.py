@@ -54,7 +54,7 @@ GPU = replace(
     device_total_bytes=80 << 30,
     device_free_bytes=79 << 30,
     bf16=True,
-    saving="cuda",
+    saving="triton",
 )
 
 

@@ -96,7 +96,7 @@ def test_a_refusal_names_the_setting_that_was_in_the_way() -> None:
     error = refuse(make_job("qwen3-8b"), cluster(8), Fixed(tokens_per_chunk=131_072, checkpointing="none"))
     chunk = int(re.findall(r"tokens_per_chunk = (\d+) instead of 131072", error.hint)[0])
     assert choose(job, cluster(8), Fixed(tokens_per_chunk=chunk, checkpointing="none")).best.fits
-    assert "checkpointing = 'full' instead of 'none'" in error.hint
+    assert "checkpointing = 'selective' instead of 'none'" in error.hint
 
 
 def test_a_refusal_names_how_long_sequences_may_be() -> None:

@@ -22,12 +22,12 @@ ITEM_BYTES: Mapping[Dtype, int] = {"float32": 4, "bfloat16": 2}
 STATISTIC = 4  # bytes of a float32 number per row: rstd of a norm, log Σ exp of attention
 INDEX = 8  # bytes of an int64
 
-BLOCK_LOGITS = 2**24  # as in kernels.logprobs
+BLOCK_LOGITS, FUSED_BLOCK_LOGITS = 2**24, 2**27  # as in kernels.logprobs: by torch, by Triton
 FEWEST_COLUMNS = 1024  # as in kernels.logprobs
 QUERY_BLOCK, KEEP_TOKENS = 128, 256  # as in kernels.layout
 
-# What selective checkpointing computes again: no product with a weight, and nothing that a kernel of attention made.
-CHEAP_AGAIN = ("normed_TE", "mlp.normed_TE", "activated_TM", "product_TM")
+# What selective checkpointing makes again: everything but the inputs of the products that are dear, and attention.
+MADE_AGAIN = ("normed_TE", "attention.qk", "mlp.normed_TE", "mlp.gate_up_T2M", "mlp.activated_TM", "mlp.product_TM")
 
 
 def kept_by_layer(model: ModelNumbers, dtype: Dtype, saving: Saving, *, longest: int) -> dict[str, int]:
@@ -44,11 +44,12 @@ def kept_by_layer(model: ModelNumbers, dtype: Dtype, saving: Saving, *, longest:
         "mlp.middle_TE": item * hidden,
         "mlp.normed_TE": item * hidden,
         "mlp.rstd_T1": STATISTIC,
-        "gate_up_T2M": item * 2 * mlp,
-        "product_TM": item * mlp,
+        "mlp.gate_up_T2M": item * 2 * mlp,
     }
-    if saving != "c_cpu":
-        kept["activated_TM"] = item * mlp
+    if saving != "triton":  # it makes the product again as it goes
+        kept["mlp.product_TM"] = item * mlp
+    if saving in ("torch_cuda", "torch_cpu"):
+        kept["mlp.activated_TM"] = item * mlp
     return kept | _kept_by_attention(model, item, saving, longest)
 
 
@@ -58,8 +59,6 @@ def _kept_by_attention(m: ModelNumbers, item: int, saving: Saving, longest: int)
     if saving == "torch_cpu":
         copies = {"attention.q_k_v": item * (m.query_size + 2 * m.kv_size)}
         return copies | {"attention.probabilities": item * m.num_heads * _scores_per_token(longest)}
-    if saving == "cuda_repeated" and m.num_heads > m.num_kv_heads:
-        turned["attention.repeated_k_v"] = item * 2 * m.query_size
     return turned | {"attention.log_total": STATISTIC * m.num_heads}
 
 
@@ -80,7 +79,7 @@ def layer_bytes(
     kept = kept_by_layer(model, dtype, saving, longest=longest)
     if checkpointing == "full":
         return kept["x_TE"]
-    again = CHEAP_AGAIN if checkpointing == "selective" else ()
+    again = MADE_AGAIN if checkpointing == "selective" else ()
     return sum(size for name, size in kept.items() if name not in again)
 
 
@@ -100,16 +99,13 @@ def saved_bytes(
     kept = kept_by_layer(model, dtype, saving, longest=longest)
     per_token = layer_bytes(model, dtype, saving, checkpointing, longest=longest)
     total = (m.num_layers - 1) * tokens * per_token
-    if checkpointing == "full" or targets == tokens:
-        total += tokens * per_token
-    else:
-        mlp_side = {n: s for n, s in kept.items() if n.startswith("mlp.") or n in ("gate_up_T2M", "product_TM")}
-        mlp_side |= {n: s for n, s in kept.items() if n == "activated_TM"}
-        again = CHEAP_AGAIN if checkpointing == "selective" else ()
-        after = sum(s for n, s in mlp_side.items() if n not in again) + kept["attended_TA"]
-        before = per_token - sum(s for n, s in mlp_side.items() if n not in again)
-        total += tokens * before + targets * (after + INDEX)
-        total -= tokens * kept["attended_TA"] if saving == "torch_cpu" else 0  # it keeps no output of its own
+    total += tokens * per_token
+    if checkpointing != "full" and targets < tokens:
+        again = MADE_AGAIN if checkpointing == "selective" else ()
+        mlp = sum(size for name, size in kept.items() if name.startswith("mlp.") and name not in again)
+        total -= (tokens - targets) * mlp
+        output = 0 if saving == "torch_cpu" else tokens * kept["attended_TA"]  # which attention keeps of every token
+        total += targets * (kept["attended_TA"] + INDEX) + output - tokens * kept["attended_TA"]
     tables = tokens * (INDEX + 2 * m.head_dim * item)  # token ids; cos and sin of the positions
     return total + tables + targets * _head_row_bytes(m, item, saving, targets)
 
@@ -118,34 +114,52 @@ def _head_row_bytes(m: ModelNumbers, item: int, saving: Saving, targets: int) ->
     """Final norm and log-probs: its rows before and after, statistics, the target, and probabilities where the
     vocabulary is one block."""
     row = 2 * item * m.hidden_size + STATISTIC + INDEX + 3 * STATISTIC
-    return row + (item * m.vocab_size if block_columns(targets) >= m.vocab_size else 0)
+    return row + (item * m.vocab_size if block_columns(saving, targets) >= m.vocab_size else 0)
 
 
-def block_columns(rows: int) -> int:
+def block_columns(saving: Saving, rows: int) -> int:
     """Columns of a vocabulary block, before the vocabulary ends."""
-    return max(FEWEST_COLUMNS, BLOCK_LOGITS // max(1, rows))
+    most = FUSED_BLOCK_LOGITS if saving == "triton" else BLOCK_LOGITS
+    return max(FEWEST_COLUMNS, most // max(1, rows))
 
 
-def head_forward_bytes(model: ModelNumbers, targets: int) -> int:
-    """Temporaries of the log-probs' forward pass: logits in the compute dtype and in float32 beside the block before's
-    logits and probabilities."""
-    return 14 * targets * min(model.vocab_size, block_columns(targets))
+def head_forward_bytes(model: ModelNumbers, saving: Saving, targets: int) -> int:
+    """Temporaries of the log-probs' forward pass. By Triton: two blocks of logits. By torch: logits in the compute
+    dtype and in float32, beside the block before's logits and probabilities."""
+    block = targets * min(model.vocab_size, block_columns(saving, targets))
+    return (4 if saving == "triton" else 14) * block
 
 
-def head_backward_bytes(model: ModelNumbers, dtype: Dtype, targets: int) -> int:
+def head_backward_bytes(model: ModelNumbers, dtype: Dtype, saving: Saving, targets: int) -> int:
     """Temporaries of the log-probs' backward pass: the head's gradient whole, the hidden rows' gradient in float32
     with a block's part of it, and two blocks as in the forward pass."""
     item = ITEM_BYTES[dtype]
     rows = targets * model.hidden_size * (4 + 4 + item)
-    return item * model.embedding_parameters + rows + head_forward_bytes(model, targets)
+    return item * model.embedding_parameters + rows + head_forward_bytes(model, saving, targets)
 
 
 def layer_backward_bytes(model: ModelNumbers, dtype: Dtype, tokens: int) -> int:
-    """Temporaries of one layer's backward pass, at its widest: in the MLP, with the gradients of its weights."""
+    """Temporaries of the backward pass behind attention, at the widest of its three wide places: the gated product; the
+    norm, with the MLP's gradients; the output projection, with all of this half's gradients."""
     item, m = ITEM_BYTES[dtype], model
-    per_token = 3 * m.hidden_size + 3 * m.mlp_size + m.query_size
-    weights = 3 * m.hidden_size * m.mlp_size + m.hidden_size * m.query_size
-    return item * (tokens * per_token + weights)
+    mlp, out = 3 * m.hidden_size * m.mlp_size, m.hidden_size * m.query_size
+    return item * max(
+        tokens * (m.hidden_size + 3 * m.mlp_size),
+        tokens * (3 * m.hidden_size + 2 * m.mlp_size) + mlp,
+        tokens * (2 * m.hidden_size + 2 * m.mlp_size + m.query_size) + mlp + out,
+    )
+
+
+def again_bytes(
+    model: ModelNumbers, dtype: Dtype, saving: Saving, checkpointing: Checkpointing, tokens: int, *, longest: int
+) -> int:
+    """What the layer whose backward pass runs has made again, behind attention where that is widest."""
+    kept = kept_by_layer(model, dtype, saving, longest=longest)
+    if checkpointing == "none":
+        return 0
+    if checkpointing == "full":
+        return tokens * (sum(kept.values()) - kept["x_TE"])
+    return tokens * sum(size for name, size in kept.items() if name in MADE_AGAIN and name.startswith("mlp."))
 
 
 def forward_layer_bytes(model: ModelNumbers, dtype: Dtype, saving: Saving, tokens: int, *, longest: int) -> int:

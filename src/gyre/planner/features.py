@@ -14,10 +14,10 @@ from pydantic import BaseModel
 
 FEATURES: Mapping[str, str] = MappingProxyType(
     {
-        "several GPUs": "cluster.kind",
+        "several GPUs": "parallel.shard_ranks",
         "tensor parallelism": "cluster.tensor_ranks",
         "pipeline parallelism": "cluster.pipeline_ranks",
-        "ZeRO": "trainer.zero",
+        "ZeRO": "parallel.zero",
         "activation checkpointing": "trainer.checkpointing",
         "optimizer offload": "trainer.offload",
         "FP8 training": "trainer.fp8",

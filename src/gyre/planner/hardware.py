@@ -3,7 +3,7 @@ Out: Hardware. Callers: `wire`, `gyre plan`, `gyre doctor`. The only file of thi
 
 from __future__ import annotations
 
-import inspect
+import importlib.util
 import math
 import shutil
 from pathlib import Path
@@ -40,10 +40,8 @@ def read_hardware(disk_folder: Path | None = None) -> Hardware:
 
 
 def saving_on_cuda() -> Saving:
-    """By this torch; another one may be on the machine that is planned for."""
-    from torch.nn.attention.varlen import varlen_attn  # deferred: of no use without a GPU in mind
-
-    return "cuda" if "enable_gqa" in inspect.signature(varlen_attn).parameters else "cuda_repeated"
+    """Torch for GPUs brings Triton along."""
+    return "triton" if importlib.util.find_spec("triton") is not None else "torch_cuda"
 
 
 def saving_on_cpu() -> Saving:

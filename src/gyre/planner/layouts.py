@@ -76,8 +76,8 @@ def away_bytes(states: dict[str, int], layout: Layout) -> dict[str, int]:
 
 
 def frozen_bytes(model: ModelNumbers, dtype: Dtype, layout: Layout) -> int:
-    """A reference or reward model per rank: split like the parameters under ZeRO-3, whole otherwise."""
-    count = _shard(model.num_parameters, layout) if layout.zero == 3 else model.num_parameters
+    """A reference or reward model per rank: in shards of the compute dtype under ZeRO-2 and 3, whole otherwise."""
+    count = _shard(model.num_parameters, layout) if layout.zero >= 2 else model.num_parameters
     return ITEM_BYTES[dtype] * count
 
 
@@ -86,8 +86,12 @@ def gathered_bytes(model: ModelNumbers, dtype: Dtype, layout: Layout) -> int:
     root group (embedding, head, final norm), and under ZeRO-2 every layer too."""
     if layout.zero < 2:
         return 0
-    root = model.num_parameters - model.num_layers * model.layer_parameters
-    return ITEM_BYTES[dtype] * (model.num_parameters if layout.zero == 2 else root)
+    return ITEM_BYTES[dtype] * (model.num_parameters if layout.zero == 2 else root_parameters(model))
+
+
+def root_parameters(model: ModelNumbers) -> int:
+    """Of the group around the layers."""
+    return model.num_parameters - model.num_layers * model.layer_parameters
 
 
 def layer_group_bytes(model: ModelNumbers, dtype: Dtype, layout: Layout) -> int:

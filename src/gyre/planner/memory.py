@@ -34,14 +34,14 @@ def kv_bytes_per_page(model: ModelNumbers, dtype: Dtype, page_tokens: int) -> in
 def activation_bytes(model: ModelNumbers, dtype: Dtype, tokens: int, *, longest: int, saving: Saving) -> int:
     """What one chunk keeps for its backward pass, and the largest temporaries of that pass."""
     kept = saved_bytes(model, dtype, saving, "none", tokens=tokens, targets=tokens, longest=longest)
-    head = max(head_forward_bytes(model, tokens), head_backward_bytes(model, dtype, tokens))
+    head = max(head_forward_bytes(model, saving, tokens), head_backward_bytes(model, dtype, saving, tokens))
     return kept + max(head, layer_backward_bytes(model, dtype, tokens))
 
 
 def forward_bytes(model: ModelNumbers, dtype: Dtype, tokens: int, *, longest: int, saving: Saving) -> int:
     """A forward pass without a backward: one layer's temporaries at a time."""
     layer = forward_layer_bytes(model, dtype, saving, tokens, longest=longest)
-    return layer + head_forward_bytes(model, tokens)
+    return layer + head_forward_bytes(model, saving, tokens)
 
 
 def engine_bytes(model: ModelNumbers, dtype: Dtype, *, tokens: int, running: int, longest: int) -> int:

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 
 from gyre.planner.activations import (
     ITEM_BYTES,
+    again_bytes,
     forward_layer_bytes,
     head_backward_bytes,
     head_forward_bytes,
-    kept_by_layer,
     layer_backward_bytes,
-    layer_bytes,
     saved_bytes,
 )
 from gyre.planner.layouts import (
@@ -28,6 +27,7 @@ from gyre.planner.layouts import (
     frozen_bytes,
     gathered_bytes,
     layer_group_bytes,
+    root_parameters,
     state_bytes,
 )
 from gyre.planner.plan import Dtype, ModelNumbers, Saving
@@ -107,17 +107,20 @@ def train_moments(job: Job, layout: Layout, beside: Mapping[str, int] | None = N
     targets = min(tokens - 1, max(1, round(tokens * job.target_share)))
     kept = saved_bytes(m, dtype, job.saving, layout.checkpointing, tokens=tokens, targets=targets, longest=job.longest)
     gathered = {"gathered weights": gathered_bytes(m, dtype, layout)}
-    tied = item * m.embedding_parameters if m.tied else 0  # waits for the embedding's gradient
-    loss = max(head_forward_bytes(m, targets), head_backward_bytes(m, dtype, targets))
+    head = item * m.embedding_parameters if m.tied or layout.zero >= 2 else 0  # waits for the embedding's gradient
+    loss = max(head_forward_bytes(m, job.saving, targets), head_backward_bytes(m, dtype, job.saving, targets))
     layer = layer_backward_bytes(m, dtype, tokens) + layer_group_bytes(m, dtype, layout)
-    embedding = item * m.embedding_parameters + (FLOAT * m.embedding_parameters if layout.zero >= 2 else 0)
-    again, visiting = _again_bytes(job, layout), _visiting(job, layout)
+    embedding = item * m.embedding_parameters + head
+    if layout.zero >= 2:  # the root group is reduced as one, when its last gradient is there
+        embedding = max(embedding, (item + FLOAT) * root_parameters(m))
+    again = again_bytes(m, dtype, job.saving, layout.checkpointing, tokens, longest=job.longest)
+    visiting = _visiting(job, layout)
     during = {**base, **gathered, KEPT: kept}
-    deepest = {"computed again": again, "layer's gradients": layer, "tied head's gradient": tied}
+    deepest = {"computed again": again, "layer's gradients": layer, "head's gradient": head}
     return (
         _moment("loss", during | {"log-probs": loss}),
         _moment("deepest layer", during | deepest),
-        _moment("end of backward", base | {"embedding's gradient": embedding, "tied head's gradient": tied}),
+        _moment("end of backward", base | {"embedding's and head's gradients": embedding}),
         _moment("optimiser step", base | {"visiting state": visiting}),
     )
 
@@ -146,7 +149,7 @@ def _score_moment(job: Job, layout: Layout, beside: Mapping[str, int]) -> Moment
     one_layer = forward_layer_bytes(job.model, job.dtype, job.saving, tokens, longest=job.longest)
     forward = {
         "gathered weights": gathered_bytes(job.model, job.dtype, layout),
-        "forward pass": one_layer + head_forward_bytes(job.model, tokens),
+        "forward pass": one_layer + head_forward_bytes(job.model, job.saving, tokens),
     }
     return _moment("score", {**beside, **forward})
 
@@ -197,13 +200,6 @@ def _frozen(job: Job, layout: Layout) -> dict[str, int]:
     if job.reward_model is not None:
         found["reward"] = frozen_bytes(job.reward_model, job.dtype, layout)
     return found
-
-
-def _again_bytes(job: Job, layout: Layout) -> int:
-    """What the layer whose backward pass runs computes again."""
-    everything = sum(kept_by_layer(job.model, job.dtype, job.saving, longest=job.longest).values())
-    kept = layer_bytes(job.model, job.dtype, job.saving, layout.checkpointing, longest=job.longest)
-    return job.chunk_tokens(layout) * (everything - kept)
 
 
 def _visiting(job: Job, layout: Layout) -> int:

@@ -92,8 +92,7 @@ def _longest_that_fits(job: Job, cluster: Cluster, fixed: Fixed) -> int:
         engine = replace(job.engine, longest=STEP_TOKENS * middle) if job.engine is not None else None
         mean = min(job.mean_tokens, STEP_TOKENS * middle)
         shorter = replace(job, longest=STEP_TOKENS * middle, mean_tokens=mean, engine=engine)
-        chunk = None if fixed.tokens_per_chunk is None else min(fixed.tokens_per_chunk, STEP_TOKENS * middle)
-        if _best_of(shorter, cluster, replace(fixed, tokens_per_chunk=chunk)):
+        if _best_of(shorter, cluster, fixed):
             low = middle
         else:
             high = middle - 1

@@ -20,10 +20,9 @@ from gyre.vram.config import Leave, Residency
 
 DeviceKind = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16"]
-Saving = Literal["cuda", "cuda_repeated", "torch_cpu", "c_cpu"]
-"""Where layers run, which decides what they keep for the backward pass: "cuda" with flash attention over grouped KV
-heads, "cuda_repeated" where torch's kernel wants KV repeated to all heads (before 2.13), a CPU by torch or by the C
-kernels."""
+Saving = Literal["triton", "torch_cuda", "torch_cpu", "c_cpu"]
+"""Whose kernels run a layer, which decides what it keeps for the backward pass: on a GPU Triton's or torch's around
+flash attention, on a CPU torch's or the C ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,6 @@ from gyre.planner.moments import Job, host_bytes_of
 from gyre.vram.config import Residency
 
 HIDDEN_SHARE = 0.8  # of the compute time under which FSDP2's traffic can hide
-SELECTIVE_WORK = 0.03  # of the compute time: norms and the gated product again, which no matrix unit does
 LAYER_LAUNCH_S = 0.6e-3  # of one layer's forward and backward kernels, about 60 of 10 µs: small chunks wait for these
 UPDATE_BYTES = 60  # read and written by AdamW per parameter of a shard, counted over trainer/optim.py
 COLLECTIVE_S = 40e-6  # to start one
@@ -83,8 +82,9 @@ def step_time(job: Job, layout: Layout, gpu: Gpu, residency: Residency) -> StepT
     rate *= FLOAT32_SHARE if job.dtype == "float32" else 1.0
     layers, head = (flops * tokens / rate * job.copies for flops in forward_flops(job))
     compute = max(3 * (layers + head), chunks * job.model.num_layers * LAYER_LAUNCH_S)
-    again = {"none": 0.0, "selective": SELECTIVE_WORK * 3 * layers, "full": layers}[layout.checkpointing]
-    if block_columns(layout.tokens_per_chunk) < job.model.vocab_size:
+    gate_up = 2 * job.model.hidden_size * job.model.mlp_size / job.model.layer_parameters  # selective makes it again
+    again = {"none": 0.0, "selective": gate_up * layers, "full": layers}[layout.checkpointing]
+    if block_columns(job.saving, layout.tokens_per_chunk) < job.model.vocab_size:
         again += head  # log-probs by blocks make each block's logits twice
     traffic = sum(size / _link_rate(name, layout, gpu) for name, size in sent_bytes(job, layout).items())
     gathers = {0: 0, 1: 0, 2: 1, 3: 2 * chunks}[layout.zero]
