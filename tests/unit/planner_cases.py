@@ -1,12 +1,15 @@
-"""What the planner's tests share: specs, jobs, and what autograd really keeps."""
+"""What the planner's tests share: specs, jobs, and what a pass really keeps."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gyre.kernels.attention import PackedLayout, varlen_attention
 from gyre.kernels.logprobs import token_logprobs
@@ -49,6 +52,25 @@ def make_job(shape: str = "qwen3-8b", *, longest: int = 8192, update: int = 524_
     return Job(**{**base, **changes})
 
 
+class Storages(TorchDispatchMode):
+    """Every storage that is made under it, for as long as it lives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        for tensor in found if isinstance(found, (tuple, list)) else (found,):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return found
+
+    def alive_bytes(self) -> int:
+        return sum(size for reference, size in self._made.values() if not reference.expired())
+
+
 def kept_bytes(
     spec: ModelSpec,
     lengths: Sequence[int],
@@ -59,30 +81,26 @@ def kept_bytes(
     attention: Attention = varlen_attention,
     **how: Any,
 ) -> int:
-    """Distinct bytes that autograd keeps for one chunk, weights not counted. `num_targets` as the trainer does it: the
-    last layer goes on with these rows only."""
+    """Bytes that live after the forward pass of one chunk because its backward pass wants them. `num_targets` as the
+    trainer does it: the last layer goes on with these rows only."""
     decoder = Decoder(spec, device=device, dtype=dtype)
     init_weights(decoder, 0)
-    weights = {parameter.untyped_storage().data_ptr() for parameter in decoder.parameters()}
     layout = PackedLayout.of(lengths, device)
-    tokens_T = (torch.arange(sum(lengths)) % spec.vocab_size).to(device)
-    rows_N = None if num_targets is None else torch.arange(num_targets, device=device)
-    kept: dict[int, torch.UntypedStorage] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage
-        return tensor
+    num_rows = num_targets or sum(lengths)
+    temperature_N = torch.ones(num_rows, device=device)
 
     def attend(_: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         return attention(q_THD, k_TKD, v_TKD, layout)
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    def run() -> Tensor:
+        tokens_T = (torch.arange(sum(lengths)) % spec.vocab_size).to(device)
+        rows_N = None if num_targets is None else torch.arange(num_targets, device=device)
         hidden_NE = decoder.hidden(tokens_T, layout.positions_T, attend, rows_N, **how)
-        targets_N = tokens_T[: len(hidden_NE)].clone()
-        logprobs_N, _ = token_logprobs(
-            hidden_NE, decoder.head_weight, targets_N, torch.ones(len(hidden_NE), device=device)
-        )
-        logprobs_N.sum()
-    return sum(storage.nbytes() for storage in kept.values())
+        targets_N = tokens_T[:num_rows].clone()
+        return token_logprobs(hidden_NE, decoder.head_weight, targets_N, temperature_N)[0].sum()
+
+    with Storages() as storages:
+        loss = run()
+    gc.collect()
+    assert loss.requires_grad
+    return storages.alive_bytes()
