@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -53,10 +53,11 @@ def make_job(shape: str = "qwen3-8b", *, longest: int = 8192, update: int = 524_
 
 
 class Storages(TorchDispatchMode):
-    """Every storage that is made under it, for as long as it lives."""
+    """Every storage that is made under it, for as long as it lives; views of what was there before are none."""
 
-    def __init__(self) -> None:
+    def __init__(self, before: Iterable[Tensor]) -> None:
         super().__init__()
+        self._before = {tensor.untyped_storage()._cdata for tensor in before}
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -64,7 +65,8 @@ class Storages(TorchDispatchMode):
         for tensor in found if isinstance(found, (tuple, list)) else (found,):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
-                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                if storage._cdata not in self._before:
+                    self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         return found
 
     def alive_bytes(self) -> int:
@@ -99,7 +101,7 @@ def kept_bytes(
         targets_N = tokens_T[:num_rows].clone()
         return token_logprobs(hidden_NE, decoder.head_weight, targets_N, temperature_N)[0].sum()
 
-    with Storages() as storages:
+    with Storages(decoder.parameters()) as storages:
         loss = run()
     gc.collect()
     assert loss.requires_grad
