@@ -162,8 +162,9 @@ def _precision(choice: Choice, settings: Settings) -> Line:
         return Line(name=name, state="on", reason=f"BF16 compute, FP32 master weights and moments{fp8}")
     if gpu.bf16:
         return Line(name=name, state="off", reason=f"run.dtype = {dtype}; {gpu.name} has BF16")
-    state = _state("FP16 with loss scaling", settings)
-    return Line(name=name, state=state, reason=f"{gpu.name} has no BF16: FP16 with loss scaling is needed")
+    state = "off" if settings.features["FP16 with loss scaling"] else "not built"
+    reason = f"run.dtype = {dtype}; {gpu.name} has no BF16, FP16 with loss scaling would be faster"
+    return Line(name=name, state=state, reason=reason)
 
 
 def _loading(settings: Settings) -> Line:
