@@ -42,6 +42,7 @@ ENGINE = Engine(running=32, longest=4096, kv_bytes_per_token=147_456, working_by
 SETTINGS = Settings(
     features=dict.fromkeys(FEATURES, True),
     snapshot_every_steps=20,
+    snapshot_in_background=True,
     max_running=256,
     token_budget=2048,
     page_tokens=64,

@@ -24,6 +24,7 @@ class Settings:
 
     features: Mapping[str, bool]  # planner.features
     snapshot_every_steps: int  # 0: one at the end of a stage
+    snapshot_in_background: bool
     max_running: int
     token_budget: int  # of an engine step
     page_tokens: int
@@ -178,8 +179,10 @@ def _snapshots(settings: Settings) -> Line:
     lacking = [name for name in ("asynchronous snapshots", "sharded snapshots") if not settings.features[name]]
     every = settings.snapshot_every_steps
     when = f"every {every} steps" if every else "at the end of each stage"
-    reason = f"{when}, checksummed and read back" + "".join(f"; {name}: not built" for name in lacking)
-    return Line(name="Checkpointing", state="not built" if lacking else "on", reason=reason)
+    how = "written while training goes on" if settings.snapshot_in_background else "training waits for the disk"
+    reason = f"{when}, checksummed and read back, {how}" + "".join(f"; {name}: not built" for name in lacking)
+    state: State = "on" if settings.snapshot_in_background else "off"
+    return Line(name="Checkpointing", state="not built" if lacking else state, reason=reason)
 
 
 def _faults(settings: Settings) -> Line:

@@ -53,6 +53,7 @@ from gyre.trainer.reference import Reference, frozen_copy
 from gyre.trainer.schedule import learning_rate_factor
 from gyre.trainer.tenancy import ScoredModel, Tenancy
 from gyre.trainer.update import Models, Totals, collect_gradients
+from gyre.vram.pools import Take
 from gyre.weights.manifest import make_manifest
 
 
@@ -122,12 +123,13 @@ class NativeTrainer:
         manifest = make_manifest(self._version, tensors, shared=self._shared, checksums=not self._shared)
         return manifest, tensors
 
-    def snapshot(self) -> Mapping[str, Any]:
+    def snapshot(self, take: Take | None = None) -> Mapping[str, Any]:
         """Return {"tensors": by name, "state": JSON-able}. Tensors are copies on the CPU, taken from the tier where
-        each component is: a snapshot moves nothing and needs no room on the device."""
+        each component is: a snapshot moves nothing and needs no room on the device. `take` gives the memory for
+        them."""
         tensors: dict[str, Tensor] = {}
         for component, parts in self._state_tensors().items():
-            tensors |= self._tenancy.copies(component, parts)
+            tensors |= self._tenancy.copies(component, parts, take)
         state = {
             "objective": self._objective.kind,
             "version": self._version,

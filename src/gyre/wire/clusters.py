@@ -138,6 +138,7 @@ def _settings(engine: EngineConfig, snapshot: SnapshotConfig, *, completions_per
     return Settings(
         features=built_features(RunConfig),
         snapshot_every_steps=snapshot.every_steps,
+        snapshot_in_background=snapshot.background,
         max_running=decided.max_running,
         token_budget=decided.token_budget,
         page_tokens=decided.page_tokens,
