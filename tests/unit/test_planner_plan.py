@@ -31,6 +31,9 @@ MODEL = ModelNumbers(
     head_dim=64,
     mlp_size=768,
     context_tokens=1024,
+    tied=True,
+    qkv_bias=False,
+    qk_norm=True,
 )
 LAPTOP = Hardware(
     device="cpu",
@@ -42,9 +45,16 @@ LAPTOP = Hardware(
     disk_free_bytes=20 << 30,
     cores=2,
     bf16=False,
+    saving="torch_cpu",
 )
 GPU = replace(
-    LAPTOP, device="cuda", device_name="a GPU", device_total_bytes=80 << 30, device_free_bytes=79 << 30, bf16=True
+    LAPTOP,
+    device="cuda",
+    device_name="a GPU",
+    device_total_bytes=80 << 30,
+    device_free_bytes=79 << 30,
+    bf16=True,
+    saving="triton",
 )
 
 

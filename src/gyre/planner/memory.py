@@ -4,7 +4,7 @@ In: sizes of the models and batches. Out: ComponentPlans, bytes by phase. Caller
 holds is measured by `vram.manager`; the components agree to the byte (up to alignment), working memory is an estimate
 from above, checked against saved tensors by a test.
 
-Letters: E hidden, M MLP, H heads, K KV heads, D head size, V vocabulary, L longest sequence.
+Activations are counted tensor by tensor in `planner.activations`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,19 @@ from collections.abc import Mapping
 
 from gyre.core.records import Checkpointing, Phase, Tier
 from gyre.engine.config import plan_num_slots
-from gyre.planner.plan import ComponentPlan, DeviceKind, Dtype, ModelNumbers, PlanInputs
+from gyre.planner.activations import (
+    ITEM_BYTES,
+    again_bytes,
+    forward_layer_bytes,
+    head_backward_bytes,
+    head_forward_bytes,
+    layer_backward_bytes,
+    saved_bytes,
+)
+from gyre.planner.plan import ComponentPlan, Dtype, ModelNumbers, PlanInputs, Saving
 from gyre.vram.config import Leave
 from gyre.vram.phases import default_needs, leave_tiers, match_name
 
-ITEM_BYTES: Mapping[Dtype, int] = {"float32": 4, "bfloat16": 2}
-LOGIT_ROWS = 1024  # rows of logits that exist at a time in the trainer, at most, where torch works on them
-FUSED_LOGITS = 2**27  # logits that exist at a time where Triton kernels work on them and do not keep them
 TRUNCATION_ROWS, TRUNCATION_BYTES = 64, 48  # as in engine.truncation: rows at a time, bytes per row and token
 
 
@@ -33,44 +39,20 @@ def activation_bytes(
     tokens: int,
     *,
     longest: int,
-    device: DeviceKind,
+    saving: Saving,
     checkpointing: Checkpointing = "none",
 ) -> int:
     """What one chunk keeps for its backward pass, and the largest temporaries of that pass."""
-    m, fused = model, device == "cuda" and dtype == "bfloat16"
-    kept = layer_numbers(m, checkpointing, longest=longest, device=device, fused=fused)
-    passing = 4 * m.mlp_size + 2 * m.hidden_size + 2 * (m.num_heads + 2 * m.num_kv_heads) * m.head_dim
-    if checkpointing != "none":
-        # of the layer whose backward pass runs, what was not kept is there again
-        passing += layer_numbers(m, "none", longest=longest, device=device, fused=fused)
-    logits = logit_bytes(m, tokens, fused=fused, kept=checkpointing == "none")
-    return tokens * ITEM_BYTES[dtype] * (m.num_layers * kept + passing) + logits
+    kept = saved_bytes(model, dtype, saving, checkpointing, tokens=tokens, targets=tokens, longest=longest)
+    head = max(head_forward_bytes(model, saving, tokens), head_backward_bytes(model, dtype, saving, tokens))
+    again = again_bytes(model, dtype, saving, checkpointing, tokens, longest=longest)
+    return kept + max(head, again + layer_backward_bytes(model, dtype, tokens))
 
 
-def layer_numbers(m: ModelNumbers, mode: Checkpointing, *, longest: int, device: DeviceKind, fused: bool) -> int:
-    """Numbers per token that one layer keeps, from above: statistics and what torch's paths copy are in it.
-    docs/training.md has the exact sums."""
-    if mode == "full":
-        return m.hidden_size
-    q_size, qkv = m.num_heads * m.head_dim, (m.num_heads + 2 * m.num_kv_heads) * m.head_dim
-    # Without kernels attention copies q, k and v and keeps its probabilities; on CUDA these never exist.
-    copies = m.num_heads * longest if device == "cpu" else 0
-    if mode == "selective":
-        return 3 * m.hidden_size + qkv + 2 * q_size + copies + (qkv if device == "cpu" else 0)
-    return 5 * m.hidden_size + 2 * qkv + 2 * q_size + (2 if fused else 4) * m.mlp_size + copies
-
-
-def forward_bytes(model: ModelNumbers, dtype: Dtype, tokens: int, *, longest: int, device: DeviceKind) -> int:
+def forward_bytes(model: ModelNumbers, dtype: Dtype, tokens: int, *, longest: int, saving: Saving) -> int:
     """A forward pass without a backward: one layer's temporaries at a time."""
-    one_layer = ModelNumbers(**{**_as_dict(model), "num_layers": 1})
-    return activation_bytes(one_layer, dtype, tokens, longest=longest, device=device, checkpointing="full")
-
-
-def logit_bytes(model: ModelNumbers, rows: int, *, fused: bool, kept: bool) -> int:
-    """The dearest of the head's paths. A truncated support goes by torch: float32 logits, softmax and gradient."""
-    by_torch = 3 * 4 * min(rows, LOGIT_ROWS) * model.vocab_size
-    whole = rows * model.vocab_size
-    return max(by_torch, 2 * (whole if kept else min(whole, FUSED_LOGITS))) if fused else by_torch
+    layer = forward_layer_bytes(model, dtype, saving, tokens, longest=longest)
+    return layer + head_forward_bytes(model, saving, tokens)
 
 
 def engine_bytes(model: ModelNumbers, dtype: Dtype, *, tokens: int, running: int, longest: int) -> int:
@@ -86,18 +68,18 @@ def engine_bytes(model: ModelNumbers, dtype: Dtype, *, tokens: int, running: int
 
 
 def working_bytes(
-    inputs: PlanInputs, *, dtype: Dtype, device: DeviceKind, tokens_per_chunk: int, max_running: int
+    inputs: PlanInputs, *, dtype: Dtype, saving: Saving, tokens_per_chunk: int, max_running: int
 ) -> dict[Phase, int]:
     """Device bytes beside the components, by phase."""
     model, longest = inputs.model, inputs.max_prompt_tokens + inputs.max_completion_tokens
     scored = [model] + ([inputs.reward_model] if inputs.reward_model is not None else [])
-    score = max(forward_bytes(m, dtype, tokens_per_chunk, longest=longest, device=device) for m in scored)
+    score = max(forward_bytes(m, dtype, tokens_per_chunk, longest=longest, saving=saving) for m in scored)
     generate = engine_bytes(model, dtype, tokens=inputs.engine_tokens_per_step, running=max_running, longest=longest)
     return {
         "rollout": generate if inputs.online else 0,
         "score": score if inputs.online or inputs.reference else 0,
         "train": activation_bytes(
-            model, dtype, tokens_per_chunk, longest=longest, device=device, checkpointing=inputs.checkpointing
+            model, dtype, tokens_per_chunk, longest=longest, saving=saving, checkpointing=inputs.checkpointing
         ),
         "handover": 0,
         "evaluate": generate if inputs.online else score,
@@ -161,7 +143,3 @@ def _component(
         leave=leave_tiers(name, tiers, leave),
         formula=formula,
     )
-
-
-def _as_dict(model: ModelNumbers) -> dict[str, int]:
-    return {name: getattr(model, name) for name in ModelNumbers.__dataclass_fields__}

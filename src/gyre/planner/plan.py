@@ -20,6 +20,9 @@ from gyre.vram.config import Leave, Residency
 
 DeviceKind = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16"]
+Saving = Literal["triton", "torch_cuda", "torch_cpu", "c_cpu"]
+"""Whose kernels run a layer, which decides what it keeps for the backward pass: on a GPU Triton's or torch's around
+flash attention, on a CPU torch's or the C ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +38,7 @@ class Hardware:
     disk_free_bytes: int  # under the folder of the disk tier; 0 without one
     cores: int  # that this process may use
     bf16: bool  # matrix products in bfloat16 are native
+    saving: Saving  # of the best device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +54,27 @@ class ModelNumbers:
     head_dim: int
     mlp_size: int
     context_tokens: int  # longest sequence that it takes
+    tied: bool  # the head is the embedding
+    qkv_bias: bool
+    qk_norm: bool
+
+    @property
+    def query_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def embedding_parameters(self) -> int:
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of one decoder layer: all but embedding, head and final norm, shared out evenly."""
+        outside = self.embedding_parameters * (1 if self.tied else 2) + self.hidden_size
+        return (self.num_parameters - outside) // self.num_layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,6 +54,7 @@ from gyre.trainer.reference import Reference, frozen_copy
 from gyre.trainer.schedule import learning_rate_factor
 from gyre.trainer.tenancy import ScoredModel, Tenancy
 from gyre.trainer.update import Models, Totals, collect_gradients
+from gyre.vram.pools import Take
 from gyre.weights.gather import ShardSource
 from gyre.weights.manifest import make_manifest
 
@@ -163,12 +164,13 @@ class NativeTrainer:
         )
         return make_manifest(self._version, like, shared=False, checksums=False), source
 
-    def snapshot(self) -> Mapping[str, Any]:
+    def snapshot(self, take: Take | None = None) -> Mapping[str, Any]:
         """Return {"tensors": by name, "state": JSON-able}. Tensors are whole copies on the CPU of rank 0 (the other
         ranks get none), taken from the tier where each component is: a snapshot moves nothing, and needs room for one
-        bucket on the device where tensors lie in shards."""
+        bucket on the device where tensors lie in shards. `take` gives the memory for this
+        rank's copies."""
         with self._group.guard("snapshot"):
-            tensors = self._whole_tensors()
+            tensors = self._whole_tensors(take)
         state = {
             "objective": self._objective.kind,
             "version": self._version,
@@ -305,16 +307,16 @@ class NativeTrainer:
         with self._group.guard(f"evaluation of '{which}'"):
             return self._evaluator.evaluate(batch, which)
 
-    def _whole_tensors(self) -> dict[str, Tensor]:
+    def _whole_tensors(self, take: Take | None) -> dict[str, Tensor]:
         """Everything that a snapshot holds, on rank 0."""
         tensors: dict[str, Tensor] = {}
         for learner in self._models.learners:
             copies: dict[str, Tensor] = {}
             for component, parts in learner.state_tensors().items():
-                copies |= self._tenancy.copies(component, parts)
+                copies |= self._tenancy.copies(component, parts, take)
             tensors |= learner.whole_state(copies)
         if self._reference is not None:
-            copies = self._tenancy.copies("reference", self._reference.state_tensors())
+            copies = self._tenancy.copies("reference", self._reference.state_tensors(), take)
             tensors |= self._reference.whole_state(copies)
         return tensors
 

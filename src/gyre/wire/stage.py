@@ -21,6 +21,7 @@ from gyre.objectives.config import needs_rollouts
 from gyre.planner.plan import Plan
 from gyre.rewards.score import RuleScorer
 from gyre.runconfig import RunConfig
+from gyre.trainer.background import BackgroundSnapshots
 from gyre.trainer.native import NativeTrainer
 from gyre.trainer.passes import ChunkLogprobs, chunk_logprobs
 from gyre.trainer.snapshot import SnapshotStore
@@ -47,6 +48,7 @@ class Built:
     def __init__(self, config: RunConfig, plan: Plan, folder: Path, machine: Machine, emit: Emit) -> None:
         self._config, self._plan, self._folder, self._machine, self._emit = config, plan, folder, machine, emit
         self._trainer: NativeTrainer | None = None
+        self._snapshots: Snapshots | None = None
         self._engine: NativeEngine | None = None
         self._scorer: RuleScorer | None = None
 
@@ -94,11 +96,12 @@ class Built:
             self._engine = make_engine(engine, policy, self._machine, self._emit)
             await self._engine.start(dummy=False)
         gate = Gate(self._manager(trainer), self._machine.compute)
+        self._snapshots = Snapshots(store, trainer, self._machine.compute, self._background(store))
         return Parts(
             source=data.source,
             trainer=trainer,
             gate=gate,
-            snapshots=Snapshots(store, trainer, self._machine.compute),
+            snapshots=self._snapshots,
             observers=observers,
             text=policy.tokenizer,
             engine=self._engine,
@@ -144,6 +147,15 @@ class Built:
             await self._engine.terminate()
         if self._trainer is not None:
             await self._trainer.close()
+        if self._snapshots is not None:
+            await self._snapshots.finish()
+
+    def _background(self, store: SnapshotStore) -> BackgroundSnapshots | None:
+        config = self._config.snapshot
+        if not config.background:
+            return None
+        pinned = self._machine.device.type == "cuda"
+        return BackgroundSnapshots(store, pinned=pinned, deadline_s=config.deadline_s, emit=self._emit)
 
     def _disk_folder(self) -> Path | None:
         """Inside the run's folder, or for a folder elsewhere a part of it that no other run touches."""
@@ -188,12 +200,26 @@ class Gate:
 class Snapshots:
     """SnapshotPort: the trainer's tensors and the loop's state in one folder."""
 
-    def __init__(self, store: SnapshotStore, trainer: NativeTrainer, compute: ThreadPoolExecutor) -> None:
-        self._store, self._trainer, self._compute = store, trainer, compute
+    def __init__(
+        self,
+        store: SnapshotStore,
+        trainer: NativeTrainer,
+        compute: ThreadPoolExecutor,
+        background: BackgroundSnapshots | None,
+    ) -> None:
+        """With `background`, `save` returns when the state is staged, and `finish` when the last one is on disk."""
+        self._store, self._trainer, self._compute, self._background = store, trainer, compute, background
 
     async def save(self, *, step: int, state: Mapping[str, Any], blobs: Mapping[str, bytes]) -> None:
         await asyncio.get_running_loop().run_in_executor(self._compute, self._save, step, state, blobs)
 
+    async def finish(self) -> None:
+        if self._background is not None:
+            await asyncio.get_running_loop().run_in_executor(self._compute, self._background.finish)
+
     def _save(self, step: int, state: Mapping[str, Any], blobs: Mapping[str, bytes]) -> None:
+        if self._background is not None:
+            self._background.save(step, stage=self._trainer.snapshot, state=state, blobs=blobs)
+            return
         own = self._trainer.snapshot()
         self._store.save(step, tensors=own["tensors"], state={"loop": state, "trainer": own["state"]}, blobs=blobs)

@@ -5,8 +5,9 @@ Callers: wire.run, wire.stage, wire.commands.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,9 +32,11 @@ from gyre.objectives.config import (
 from gyre.planner.decide import make_plan
 from gyre.planner.hardware import read_hardware
 from gyre.planner.plan import Dtype, ModelNumbers, Plan, PlanInputs
+from gyre.planner.shapes import model_numbers
 from gyre.runconfig import RunConfig
 from gyre.text.tokenizer import Tokenizer
 from gyre.trainer.config import TrainerConfig
+from gyre.wire.make import find_spec, make_tokenizer
 from gyre.wire.order import COLD_START, MAIN
 
 Emit = Callable[..., None]
@@ -144,6 +147,16 @@ def load_stage_data(
     )
 
 
+def read_stages(config: RunConfig) -> tuple[ModelSpec, list[tuple[Stage, StageData]]]:
+    """The model's sizes and each stage's records, for a plan: nothing is made and no log is kept."""
+    emit: Emit = lambda kind, **fields: None  # noqa: E731
+    with tempfile.TemporaryDirectory() as scratch:
+        tokenizer = make_tokenizer(config, Path(scratch) / "tokenizer", emit)
+    spec = find_spec(config, tokenizer)
+    stages = plan_stages(config, "all")
+    return spec, [(stage, load_stage_data(config, stage, tokenizer, spec.context_tokens, emit)) for stage in stages]
+
+
 def bound_lengths(data: DataConfig, *, prompt: int, sequence: int) -> DataConfig:
     """Limits that were left open become what the context has room for, so that a row beyond it is named or dropped."""
     limits = {"max_prompt_tokens": max(0, prompt), "max_sequence_tokens": max(0, sequence)}
@@ -181,10 +194,19 @@ def _longest(sequences: Sequence[TrainSequence], prompts: Sequence[Prompt], conf
 
 def plan_run(config: RunConfig, stage: Stage, spec: ModelSpec, data: StageData, *, dtype: Dtype, folder: Path) -> Plan:
     """Decide what the config left open, for one stage. After it nothing is "auto"."""
+    disk = folder / config.memory.disk_folder if config.memory.disk_folder else None
+    inputs = read_inputs(config, stage, model_numbers(spec), data, dtype=dtype)
+    return make_plan(inputs, read_hardware(disk))
+
+
+def read_inputs(
+    config: RunConfig, stage: Stage, model: ModelNumbers, data: StageData, *, dtype: Dtype | None
+) -> PlanInputs:
+    """What one stage asks of the planner."""
     online, with_engine = needs_rollouts(stage.objective), stage.name == MAIN and uses_engine(config, stage.objective)
-    memory, disk = config.memory, folder / config.memory.disk_folder if config.memory.disk_folder else None
-    inputs = PlanInputs(
-        model=model_numbers(spec),
+    memory = config.memory
+    return PlanInputs(
+        model=model,
         objective=stage.objective.kind,
         online=with_engine,
         prompts_per_step=stage.records_per_step,
@@ -197,7 +219,7 @@ def plan_run(config: RunConfig, stage: Stage, spec: ModelSpec, data: StageData, 
         epochs_per_batch=stage.trainer.epochs_per_batch,
         critic=needs_critic(stage.objective),
         reference=needs_reference(stage.objective) and stage.trainer.reference == "initial",
-        reward_model=model_numbers(spec) if config.rewards.model_part() and stage.name == MAIN else None,
+        reward_model=model if config.rewards.model_part() and stage.name == MAIN else None,
         device=None if config.run.device == "auto" else config.run.device,
         dtype=dtype,
         threads=config.run.threads or None,
@@ -210,15 +232,9 @@ def plan_run(config: RunConfig, stage: Stage, spec: ModelSpec, data: StageData, 
         device_budget_bytes=None if memory.device_budget_bytes == "auto" else memory.device_budget_bytes,
         host_budget_bytes=None if memory.host_budget_bytes == "auto" else memory.host_budget_bytes,
         disk_budget_bytes=None if memory.disk_budget_bytes == "auto" else memory.disk_budget_bytes,
-        disk_tier=disk is not None,
+        disk_tier=bool(memory.disk_folder),
         leave=memory.leave,
     )
-    return make_plan(inputs, read_hardware(disk))
-
-
-def model_numbers(spec: ModelSpec) -> ModelNumbers:
-    names = [field.name for field in fields(ModelNumbers)]
-    return ModelNumbers(**{name: getattr(spec, name) for name in names})
 
 
 def _sequences_per_record(config: RunConfig, stage: Stage) -> int:
