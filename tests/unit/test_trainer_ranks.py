@@ -8,7 +8,18 @@ import numpy as np
 import pytest
 from rank_pool import RankPool
 from trainer_cases import OBJECTIVES
-from zero_cases import LAYOUTS, evaluate, gathered, gradients, held_bytes, moved, resume, saved, train
+from zero_cases import (
+    LAYOUTS,
+    evaluate,
+    gathered,
+    gradients,
+    held_bytes,
+    moved,
+    resume,
+    saved,
+    train,
+    with_a_bad_number,
+)
 
 # Every layout with the objective that has the most models; every objective with the layouts that differ most.
 PAIRS = [("ppo", layout) for layout in LAYOUTS]
@@ -18,6 +29,13 @@ PAIRS += [(kind, layout) for kind in OBJECTIVES if kind != "ppo" for layout in (
 @pytest.fixture(scope="module")
 def ranks():
     pool = RankPool(4)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def pair():
+    pool = RankPool(2)
     yield pool
     pool.close()
 
@@ -36,6 +54,30 @@ def test_gradients_equal_one_process(ranks, kind, layout):
     assert_close(results[0][0], expected, relative=1e-5)
     assert all(result[1] == results[0][1] for result in results)
     assert results[0][1] == pytest.approx(norms, rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["zero1", "zero3", "zero3_once"])
+@pytest.mark.parametrize("tokens_per_chunk", [16, 45, 10_000])
+def test_any_split_into_chunks_gives_the_same_gradient(pair, layout, tokens_per_chunk):
+    expected, _ = gradients(None, "grpo", tokens_per_chunk=10_000)
+    found, _ = pair.run(gradients, "grpo", layout=layout, tokens_per_chunk=tokens_per_chunk)[0]
+    assert_close(found, expected, relative=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["zero0", "zero1", "zero2", "zero3"])
+def test_two_ranks_train_as_one_process(pair, layout):
+    expected, state = train(None, "dpo", spec="odd")
+    results = pair.run(train, "dpo", spec="odd", layout=layout)
+    assert results[0][0] == results[1][0]
+    assert [r.metrics["loss"] for r in results[0][0]] == pytest.approx([r.metrics["loss"] for r in expected], rel=1e-5)
+    assert_close(results[0][1], state, relative=2e-4)
+
+
+@pytest.mark.parametrize("layout", ["zero1", "zero3"])
+def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_update_on_all(ranks, layout):
+    for updates, events, same in ranks.run(with_a_bad_number, "ppo", layout=layout):
+        assert updates == [0, 1] and events == ["trainer.update_skipped", "trainer.idle_ranks"]
+        assert same
 
 
 @pytest.mark.parametrize("layout", ["zero1", "zero2", "zero3", "hybrid1", "hybrid3"])

@@ -145,12 +145,15 @@ def gathered(group: Group | None, *, bucket_bytes: int, **settings: Any) -> tupl
     manifest, source = trainer.register()
     if not isinstance(source, ShardSource):
         return manifest, {name: tensor.float().cpu().numpy() for name, tensor in source.items()}
-    device = trainer.trained[0].device
+    device = group.device if group else torch.device("cpu")
     engine = {
         entry.name: torch.full(entry.shape, float("nan"), dtype=getattr(torch, entry.dtype), device=device)
         for entry in manifest.entries
     }
     source.gather_into(engine, bucket_bytes=bucket_bytes)
+    exported = dict(trainer.trained()[0].named_parameters())
+    if group and group.rank == 0:
+        assert all(torch.equal(exported[name].detach(), tensor.cpu()) for name, tensor in engine.items())
     return manifest, {name: tensor.float().cpu().numpy() for name, tensor in engine.items()}
 
 
@@ -217,3 +220,17 @@ def raiser() -> None:
 
 def steps_again(group: Group) -> int:
     return trainer_on(group, "sft", layout="zero3").step_now(batch_for(8, seed=0)).num_updates
+
+
+def with_a_bad_number(group: Group | None, kind: str, **settings: Any) -> tuple[list[Any], list[str], bool]:
+    """A step whose gradient is not finite where one sequence lies, then a step of fewer sequences than ranks: updates
+    of both, what was told, and whether the first left the weights alone."""
+    events: list = []
+    trainer = trainer_on(group, kind, events=events, **settings)
+    before, batch = whole(trainer), batch_for(9, seed=0)
+    batch.sequences[4].columns["advantages"][-1] = np.nan
+    updates = [trainer.step_now(batch).num_updates]
+    after = whole(trainer)
+    updates.append(trainer.step_now(batch_for(2, seed=1)).num_updates)
+    same = all(np.array_equal(before[name], after[name]) for name in before)
+    return updates, [name for name, _ in events if name != "trainer.torch_kernels"], same

@@ -173,7 +173,7 @@ class Run:
             loop = built.loop(stage, parts)
             progress = await loop.run(progress)
             version = trainer.version
-            _, self._head = trainer.trained
+            _, self._head = trainer.trained()
         finally:
             await built.close()
         self._emit("stage.done", stage=stage.name, step=progress.step, version=version)
