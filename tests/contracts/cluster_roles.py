@@ -38,6 +38,10 @@ def start_workers(cluster: LocalCluster, specs: Sequence[RoleSpec]) -> list[Work
         return aside.submit(asyncio.run, start()).result(60)
 
 
+def end_thread(cluster: LocalCluster, name: str) -> None:
+    cluster.handles[name].kill("killed by a test")
+
+
 def recite(request: Request, index: int, version: int) -> list[int]:
     return [derive_seed(request.seed, index, place) % VOCAB for place in range(200)]
 
@@ -71,7 +75,13 @@ class Odd:
     """What a worker may do wrong, on demand."""
 
     def __init__(self, context: Context) -> None:
-        self._context = context
+        self._context, self._noted = context, []
+
+    def note(self, number: int, value: Any) -> None:
+        self._noted.append(number)
+
+    def noted(self) -> list[int]:
+        return self._noted
 
     def pid(self) -> int:
         return os.getpid()
