@@ -6,26 +6,24 @@ import numpy as np
 import pytest
 from rank_pool import RankPool
 from trainer_cases import OBJECTIVES
-from zero_cases import train
+from zero_cases import LAYOUTS, evaluate, gradients, train
 
 
-@pytest.fixture(scope="module", params=[2])
+@pytest.fixture(scope="module", params=[4])
 def ranks(request):
     pool = RankPool(request.param)
     yield pool
     pool.close()
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", OBJECTIVES)
-def test_ranks_equal_one_process(ranks, kind):
-    expected, weights = train(None, kind)
-    results = ranks.run(train, kind)
-    for reports, state in results:
-        assert reports == results[0][0]
-        for report, one in zip(reports, expected, strict=True):
-            assert report.metrics.keys() == one.metrics.keys()
-            for name in one.metrics:
-                if name != "padding_share":
-                    assert report.metrics[name] == pytest.approx(one.metrics[name], rel=1e-4, abs=1e-5), name
-        for name in weights:
-            np.testing.assert_allclose(state[name], weights[name], atol=2e-5, err_msg=name)
+def test_gradients_equal_one_process(ranks, kind, layout):
+    expected, norms = gradients(None, kind, spec="odd")
+    results = ranks.run(gradients, kind, spec="odd", layout=layout)
+    found = results[0][0]
+    assert found.keys() == expected.keys() and any(grad.any() for grad in found.values())
+    for name, grad in expected.items():
+        np.testing.assert_allclose(found[name], grad, atol=1e-5 * np.abs(grad).max(), rtol=0, err_msg=name)
+    assert all(result[1] == results[0][1] for result in results)
+    assert results[0][1] == pytest.approx(norms, rel=1e-5)

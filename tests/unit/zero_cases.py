@@ -7,61 +7,128 @@ from typing import Any
 
 import numpy as np
 import torch
-from trainer_cases import SPEC, make_batch, make_decoder, make_trainer
+from trainer_cases import SPEC, make_batch, make_trainer
 
-from gyre.core.records import StepReport, TrainBatch
+from gyre.core.records import StepReport, TrainBatch, Which
 from gyre.models.decoder import Decoder
 from gyre.models.heads import ScalarHead
+from gyre.models.init import init_weights
+from gyre.parallel.config import ParallelConfig
 from gyre.parallel.group import Group, alone
 from gyre.trainer.native import NativeTrainer
+from gyre.trainer.optim_sharded import SlicedOptimizer
+from gyre.trainer.resharding import join
+from gyre.trainer.update import collect_gradients
+
+# No size divides by 4: shards are uneven, and the last rank has no row of some tensors.
+ODD = replace(SPEC, vocab_size=50, mlp_size=23, tied=False, qkv_bias=True, num_layers=3, head_dim=10, hidden_size=18)
+SPECS = {"tied": SPEC, "odd": ODD}
+LAYOUTS = {
+    "zero0": ParallelConfig(zero=0),
+    "zero1": ParallelConfig(zero=1),
+    "zero2": ParallelConfig(zero=2),
+    "zero3": ParallelConfig(zero=3),
+    "zero3_once": ParallelConfig(zero=3, sum_gradients="update"),
+    "hybrid1": ParallelConfig(zero=1, shard_ranks=2),
+    "hybrid3": ParallelConfig(zero=3, shard_ranks=2),
+    "mixed": ParallelConfig.model_validate(
+        {"zero": 1, "critic": {"zero": 3}, "reference": {"zero": 2, "shard_ranks": 2}, "reward": {"zero": 3}}
+    ),
+}
 
 
-def scored_model(seed: int, device: torch.device, dtype: torch.dtype) -> tuple[Decoder, ScalarHead]:
-    head = ScalarHead(SPEC.hidden_size, device=device)
-    drawn = torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(seed))
+def decoder_on(device: torch.device, dtype: torch.dtype, *, spec: str, seed: int = 0) -> Decoder:
+    decoder = Decoder(SPECS[spec], device=device, dtype=dtype)
+    init_weights(decoder, seed)
     with torch.no_grad():
-        head.weight.copy_(drawn)
-    return decoder_on(device, dtype, seed), head
-
-
-def decoder_on(device: torch.device, dtype: torch.dtype, seed: int = 0) -> Decoder:
-    decoder = Decoder(SPEC, device=device, dtype=dtype)
-    decoder.load_state_dict(make_decoder(dtype, seed).state_dict())
+        for name, parameter in decoder.named_parameters():
+            if not name.endswith("norm.weight"):
+                parameter.mul_(3.0)
     return decoder
 
 
-def trainer_on(group: Group, kind: str, *, dtype: torch.dtype = torch.float32, **settings: Any) -> NativeTrainer:
-    """A trainer whose weights differ from its reference's and whose heads are not zero, so that all paths matter."""
-    device = group.device
-    extra: dict[str, Any] = {}
+def scored_model(device: torch.device, dtype: torch.dtype, *, spec: str, seed: int) -> tuple[Decoder, ScalarHead]:
+    head = ScalarHead(SPECS[spec].hidden_size, device=device)
+    with torch.no_grad():
+        head.weight.copy_(torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(seed)))
+    return decoder_on(device, dtype, spec=spec, seed=seed), head
+
+
+def trainer_on(
+    group: Group | None,
+    kind: str,
+    *,
+    layout: str = "zero0",
+    spec: str = "tied",
+    dtype: str = "float32",
+    **settings: Any,
+) -> NativeTrainer:
+    """A trainer whose heads are not zero, so that all paths matter."""
+    group, kept = group or alone(), getattr(torch, dtype)
+    extra: dict[str, Any] = {"reward_model": scored_model(group.device, kept, spec=spec, seed=7)}
     if kind == "ppo":
-        extra["critic"] = scored_model(3, device, dtype)
+        extra["critic"] = scored_model(group.device, kept, spec=spec, seed=3)
     if kind == "rm":
-        extra["head"] = scored_model(5, device, dtype)[1]
-    return make_trainer(kind, decoder=decoder_on(device, dtype), group=group, **extra, **settings)
+        extra["head"] = scored_model(group.device, kept, spec=spec, seed=5)[1]
+    decoder = decoder_on(group.device, kept, spec=spec)
+    settings = {"learning_rate": 1e-3, **settings}
+    return make_trainer(kind, decoder=decoder, group=group, parallel=LAYOUTS[layout], **extra, **settings)
 
 
-def batch_for(kind: str, num_sequences: int, seed: int) -> TrainBatch:
+def batch_for(num_sequences: int, seed: int) -> TrainBatch:
     """A batch that brings reference log-probs of another model, so that KL and DPO have a gradient."""
-    batch = make_batch(num_sequences, seed=seed, step=seed)
-    rng = np.random.default_rng(seed + 100)
-    sequences = tuple(
-        replace(s, columns={**s.columns, "reference_logprobs": np.where(
-            s.columns["loss_mask"], rng.normal(-3.8, 0.3, len(s.tokens)), 0.0).astype(np.float32)})
-        for s in batch.sequences
-    )  # fmt: skip
-    return replace(batch, sequences=sequences)
+    batch, rng = make_batch(num_sequences, seed=seed, step=seed), np.random.default_rng(seed + 100)
+    sequences = []
+    for sequence in batch.sequences:
+        values = np.where(sequence.columns["loss_mask"], rng.normal(-3.8, 0.3, len(sequence.tokens)), 0.0)
+        columns = {**sequence.columns, "reference_logprobs": values.astype(np.float32)}
+        sequences.append(replace(sequence, columns=columns))
+    return replace(batch, sequences=tuple(sequences))
 
 
-def numbers(state: dict[str, Any]) -> dict[str, np.ndarray]:
-    return {name: tensor.float().numpy().copy() for name, tensor in state["tensors"].items()}
+def whole(trainer: NativeTrainer) -> dict[str, np.ndarray]:
+    """What a snapshot holds; on rank 0."""
+    return {name: tensor.float().numpy().copy() for name, tensor in trainer.snapshot()["tensors"].items()}
 
 
 def train(
     group: Group | None, kind: str, *, steps: int = 2, num_sequences: int = 12, **settings: Any
 ) -> tuple[list[StepReport], dict[str, np.ndarray]]:
-    """Reports of some steps, and everything that a snapshot holds afterwards (rank 0 holds it)."""
-    trainer = trainer_on(group or alone(), kind, **settings)
-    reports = [trainer.step_now(batch_for(kind, num_sequences, seed=step)) for step in range(steps)]
-    state = numbers(trainer.snapshot())
-    return reports, state
+    """Reports of some steps, and everything that a snapshot holds afterwards."""
+    trainer = trainer_on(group, kind, **settings)
+    reports = [trainer.step_now(batch_for(num_sequences, seed=step)) for step in range(steps)]
+    return reports, whole(trainer)
+
+
+def gradients(
+    group: Group | None, kind: str, *, num_sequences: int = 12, **settings: Any
+) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    """The summed gradient of one update by parameter (on rank 0), and the norms."""
+    trainer = trainer_on(group, kind, **settings)
+    (update,) = trainer._evaluator.complete(batch_for(num_sequences, seed=0))[1].updates
+    collect_gradients(trainer._models, trainer._objective, update.chunks, update.denominator)
+    found, norms = {}, {}
+    for learner in trainer._models.learners:
+        optimizer = learner.optimizer
+        optimizer.reduce()
+        norms[learner.name] = optimizer.grad_norm()
+        own_N = optimizer.grad_N
+        if isinstance(optimizer, SlicedOptimizer):
+            low, step = optimizer._low, optimizer._slice
+            own_N = torch.cat([own_N[low : low + step], own_N[optimizer._whole :]])
+        joined = join(optimizer.layout, optimizer.runs(own_N), torch.float32, optimizer.mesh.shard)
+        found |= {f"{learner.name}.{name}": tensor.numpy() for name, tensor in joined.items()}
+    return found, norms
+
+
+def evaluate(
+    group: Group | None, kind: str, which: Which, *, num_sequences: int = 9, **settings: Any
+) -> list[np.ndarray]:
+    """What a model says of a batch, before and after a step, which must not have left old weights behind."""
+    trainer, found = trainer_on(group, kind, **settings), []
+    for _ in range(2):
+        evaluation = trainer.evaluate_now(batch_for(num_sequences, seed=1), which)
+        found += list(evaluation.per_token)
+        found += [] if evaluation.per_sequence is None else [evaluation.per_sequence]
+        trainer.step_now(batch_for(num_sequences + 1, seed=2))
+    return found

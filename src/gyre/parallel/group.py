@@ -62,12 +62,16 @@ class Group:
         if self.size > 1:
             self._run("all_reduce", lambda: dist.all_reduce(x_N, OPS[op], group=self._group, async_op=True))
 
-    def reduce_scatter(self, own_N: Tensor, x_SN: Tensor) -> None:
-        """Rank r's slice of the sum over the ranks."""
+    def reduce_scatter(self, x_SN: Tensor) -> Tensor:
+        """Make this rank's slice of `x_SN` the sum of all ranks' slices there, and return it; the rest is scratch."""
+        step = len(x_SN) // self.size
+        own_N = x_SN[self.rank * step : (self.rank + 1) * step]
         if self.size == 1:
-            own_N.copy_(x_SN)
-            return
-        self._run("reduce_scatter", lambda: dist.reduce_scatter_tensor(own_N, x_SN, group=self._group, async_op=True))
+            return own_N
+        # NCCL writes over its input where the slice lies; gloo needs another place.
+        out_N = own_N if x_SN.device.type == "cuda" else torch.empty_like(own_N)
+        self._run("reduce_scatter", lambda: dist.reduce_scatter_tensor(out_N, x_SN, group=self._group, async_op=True))
+        return own_N if out_N is own_N else own_N.copy_(out_N)
 
     def all_gather(self, x_SN: Tensor, own_N: Tensor) -> None:
         """Every rank's numbers, one after the other; `own_N` may be this rank's slice of `x_SN`."""

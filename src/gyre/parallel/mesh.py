@@ -1,5 +1,5 @@
-"""Mesh: the ranks along named axes. In: the group of all ranks and the number that share one copy of a model's state.
-Out: a Mesh with a group per axis. Callers: trainer.
+"""Mesh: the ranks along named axes. In: the group of all ranks, the config. Out: a Mesh with a group per axis, and the
+Split of each model. Caller: trainer.
 
 Axes now: "replica" × "shard"; neighbours share a copy, so that the bulk of the traffic stays inside a host. Tensor,
 pipeline, context and expert parallelism add axes to the right of these.
@@ -8,10 +8,12 @@ pipeline, context and expert parallelism add axes to the right of these.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from gyre.core.errors import ConfigError
+from gyre.parallel.config import ParallelConfig, Zero
 from gyre.parallel.group import Group
 
 AXES = ("replica", "shard")
@@ -25,6 +27,44 @@ class Mesh:
     replica: Group
     shard: Group
     torch_mesh: DeviceMesh | None  # 2-D; None for one process
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """How one model lies over a mesh."""
+
+    mesh: Mesh
+    zero: Zero
+    sum_gradients: Literal["chunk", "update"]
+
+    @property
+    def shards_state(self) -> bool:
+        return self.zero >= 1 and self.mesh.shard.size > 1
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether weights lie in shards while nothing computes."""
+        return self.zero >= 2 and self.mesh.shard.size > 1
+
+    @property
+    def rank(self) -> int:
+        """This rank's place among those that hold the weights together."""
+        return self.mesh.shard.rank if self.shards_weights else 0
+
+
+class Splitter:
+    """Makes the splits of a trainer's models; models that are cut alike share a mesh. Collective."""
+
+    def __init__(self, world: Group, config: ParallelConfig) -> None:
+        self._world, self._config = world, config
+        self._meshes: dict[int, Mesh] = {}
+
+    def split(self, model: Literal["actor", "critic", "reference", "reward"]) -> Split:
+        zero, shard_ranks = self._config.of(model)
+        size = shard_size(self._world.size, shard_ranks) if zero else 1
+        if size not in self._meshes:
+            self._meshes[size] = make_mesh(self._world, size)
+        return Split(mesh=self._meshes[size], zero=zero, sum_gradients=self._config.sum_gradients)
 
 
 def shard_size(world_size: int, shard_ranks: int) -> int:

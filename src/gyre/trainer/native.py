@@ -16,6 +16,7 @@ from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gyre.core.errors import SnapshotError
@@ -39,15 +40,19 @@ from gyre.objectives.api import (
     needs_reference,
     trains_scores,
 )
+from gyre.parallel.config import ParallelConfig
 from gyre.parallel.group import Group, alone
+from gyre.parallel.mesh import Splitter
 from gyre.trainer.batches import EpochPlan, Planner, Update
 from gyre.trainer.config import TrainerConfig
 from gyre.trainer.evaluation import Evaluator
-from gyre.trainer.learner import HEAD_PREFIX, Learner, copy_in
+from gyre.trainer.learner import HEAD_PREFIX, Learner
+from gyre.trainer.parallelise import shard_decoder
 from gyre.trainer.reference import Reference, frozen_copy
 from gyre.trainer.schedule import learning_rate_factor
 from gyre.trainer.tenancy import ScoredModel, Tenancy
 from gyre.trainer.update import Models, Totals, collect_gradients
+from gyre.weights.gather import ShardSource
 from gyre.weights.manifest import make_manifest
 
 
@@ -70,12 +75,14 @@ class NativeTrainer:
         shared: bool = True,
         disk_folder: Path | None = None,
         group: Group | None = None,
+        parallel: ParallelConfig | None = None,
     ) -> None:
         """`head` continues a reward model under objective rm; `critic` one under ppo: without them the head starts at
         zero and the critic's trunk as a copy of the actor. `reward_model` is what evaluate(…, "reward") asks.
         `shared` goes into the manifest: the engine reads this trainer's own weights. `disk_folder` gives components
         a disk tier. `group`: the ranks that train together (`parallel.start.join`). Each has a NativeTrainer made with
-        the same arguments and weights, and every rank calls every method, with the same global batch."""
+        the same arguments and weights, and every rank calls every method, with the same global batch. `parallel` says
+        how their models lie over them."""
         self._objective, self._config, self._seed = objective, config, seed
         self._compute, self._emit, self._shared = compute, emit, shared
         self._group = group or alone(decoder.device)
@@ -84,12 +91,17 @@ class NativeTrainer:
         if trains_scores(objective) and head is None:
             head = ScalarHead(decoder.spec.hidden_size, device=decoder.device)
         assert head is None or trains_scores(objective), f"objective {objective.kind} trains no scalar head"
-        self._models = Models(
-            actor=Learner("actor", decoder, head, config, self._group),
-            critic=_make_critic(decoder, critic, config, self._group) if needs_critic(objective) else None,
-        )
+        splitter = Splitter(self._group, parallel or ParallelConfig())
         wants_reference = needs_reference(objective) and config.reference == "initial"
-        self._reference = Reference(decoder, config) if wants_reference else None
+        first = frozen_copy(decoder) if wants_reference else None  # copied before the actor is cut
+        trunk = _critic_model(decoder, critic) if needs_critic(objective) else None
+        self._models = Models(
+            actor=Learner("actor", decoder, head, config, splitter.split("actor")),
+            critic=Learner("critic", *trunk, config, splitter.split("critic")) if trunk else None,
+        )
+        self._reference = Reference(first, config, splitter.split("reference")) if first is not None else None
+        if reward_model is not None and (split := splitter.split("reward")).shards_weights:
+            shard_decoder(reward_model[0].requires_grad_(False), split, trains=False)
         self._version, self._steps_done = version, 0
         self._planner = Planner(
             objective=objective,
@@ -126,17 +138,28 @@ class NativeTrainer:
         await asyncio.get_running_loop().run_in_executor(self._compute, self._close)
 
     def register(self) -> tuple[Manifest, Mapping[str, Any]]:
-        parameters = self._models.actor.optimizer.parameters.items()
-        tensors = {name: p.detach() for name, p in parameters if not name.startswith(HEAD_PREFIX)}
-        manifest = make_manifest(self._version, tensors, shared=self._shared, checksums=not self._shared)
-        return manifest, tensors
+        """The version and its tensors, or, where no rank holds them whole, a ShardSource to gather them from."""
+        actor = self._models.actor
+        if not actor.split.shards_weights:
+            parameters = actor.optimizer.parameters.items()
+            tensors = {name: p.detach() for name, p in parameters if not name.startswith(HEAD_PREFIX)}
+            return make_manifest(self._version, tensors, shared=self._shared, checksums=not self._shared), tensors
+        shapes = {name: shape for name, shape in actor.optimizer.shapes.items() if not name.startswith(HEAD_PREFIX)}
+        like = {name: torch.empty(shape, dtype=actor.dtype, device="meta") for name, shape in shapes.items()}
+        source = ShardSource(
+            actor.optimizer.layout.of(list(shapes)),
+            actor.optimizer.masters(),
+            group=actor.split.mesh.shard,
+            dtype=actor.dtype,
+        )
+        return make_manifest(self._version, like, shared=False, checksums=False), source
 
     def snapshot(self) -> Mapping[str, Any]:
-        """Return {"tensors": by name, "state": JSON-able}. Tensors are copies on the CPU, taken from the tier where
-        each component is: a snapshot moves nothing and needs no room on the device."""
-        tensors: dict[str, Tensor] = {}
-        for component, parts in self._state_tensors().items():
-            tensors |= self._tenancy.copies(component, parts)
+        """Return {"tensors": by name, "state": JSON-able}. Tensors are whole copies on the CPU of rank 0 (the other
+        ranks get none), taken from the tier where each component is: a snapshot moves nothing, and needs room for one
+        bucket on the device where tensors lie in shards."""
+        with self._group.guard("snapshot"):
+            tensors = self._whole_tensors()
         state = {
             "objective": self._objective.kind,
             "version": self._version,
@@ -146,7 +169,8 @@ class NativeTrainer:
         return {"tensors": tensors, "state": state}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `snapshot` returned, read back. SnapshotError if it is of another model or objective."""
+        """Continue from what `snapshot` returned, read back; every rank is given the whole of it, whatever the number
+        of ranks that wrote it. SnapshotError if it is of another model or objective."""
         tensors, numbers = state["tensors"], state["state"]
         if numbers["objective"] != self._objective.kind:
             raise SnapshotError(
@@ -154,13 +178,14 @@ class NativeTrainer:
                 hint="resume with the config that the run was started with",
             )
         with contextlib.ExitStack() as stack:
+            stack.enter_context(self._group.guard("restore"))
             for component in self._tenancy.tiers():
                 if not component.endswith(".grads"):
                     stack.enter_context(self._tenancy.on_device(component))
             for learner in self._models.learners:
                 learner.restore(tensors, int(numbers["num_updates"][learner.name]))
             if self._reference is not None:
-                copy_in(self._reference.state_tensors(), tensors)
+                self._reference.restore(tensors)
         self._version, self._steps_done = int(numbers["version"]), int(numbers["steps_done"])
 
     # MemoryTenant ----------------------------------------------------------------------------------------------------
@@ -249,7 +274,7 @@ class NativeTrainer:
 
     def _clear_gradients(self) -> None:
         for learner in self._models.learners:
-            learner.optimizer.zero_grad()
+            learner.clear()
 
     def _peak_rate(self, learner: str) -> float:
         critic_rate = self._config.critic_learning_rate
@@ -271,14 +296,18 @@ class NativeTrainer:
         with self._group.guard(f"evaluation of '{which}'"):
             return self._evaluator.evaluate(batch, which)
 
-    def _state_tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Everything that a snapshot holds, by component."""
-        parts: dict[str, dict[str, Tensor]] = {}
+    def _whole_tensors(self) -> dict[str, Tensor]:
+        """Everything that a snapshot holds, on rank 0."""
+        tensors: dict[str, Tensor] = {}
         for learner in self._models.learners:
-            parts |= learner.state_tensors()
+            copies: dict[str, Tensor] = {}
+            for component, parts in learner.state_tensors().items():
+                copies |= self._tenancy.copies(component, parts)
+            tensors |= learner.whole_state(copies)
         if self._reference is not None:
-            parts["reference"] = self._reference.state_tensors()
-        return parts
+            copies = self._tenancy.copies("reference", self._reference.state_tensors())
+            tensors |= self._reference.whole_state(copies)
+        return tensors
 
     def _close(self) -> None:
         for learner in self._models.learners:
@@ -288,9 +317,8 @@ class NativeTrainer:
                 self._tenancy.remove(name)
 
 
-def _make_critic(actor: Decoder, critic: ScoredModel | None, config: TrainerConfig, group: Group) -> Learner:
-    """Take the critic given, or start one from the actor's weights with a head that says 0."""
-    if critic is None:
-        trunk = frozen_copy(actor).requires_grad_(True)
-        critic = (trunk, ScalarHead(actor.spec.hidden_size, device=actor.device))
-    return Learner("critic", *critic, config, group)
+def _critic_model(actor: Decoder, critic: ScoredModel | None) -> ScoredModel:
+    """The critic given, or one made of the actor's weights with a head that says 0."""
+    if critic is not None:
+        return critic
+    return frozen_copy(actor).requires_grad_(True), ScalarHead(actor.spec.hidden_size, device=actor.device)

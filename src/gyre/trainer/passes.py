@@ -7,7 +7,8 @@ T tokens, N targets, S sequences, E hidden size, as in trainer.chunk.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from gyre.models.decoder import Decoder
 from gyre.models.heads import ScalarHead
 from gyre.parallel.group import Group
 from gyre.trainer.chunk import Chunk, target_mask
+from gyre.trainer.parallelise import is_sharded, reshard
 
 
 def hidden_states(decoder: Decoder, chunk: Chunk, rows_N: Tensor | None = None) -> Tensor:
@@ -52,7 +54,7 @@ def logprobs_of(
 ) -> tuple[np.ndarray, ...]:
     """Forward only. Returns float32 [T] per sequence in batch order: log-probs at targets, 0.0 elsewhere."""
     results = _blank(sequences)
-    with torch.inference_mode():
+    with _reading(decoder):
         for chunk in chunks:
             _scatter(chunk_logprobs(decoder, chunk)[0], chunk, sequences, results)
     return _joined(results, group)
@@ -63,7 +65,7 @@ def values_of(
 ) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
     """Forward only. Returns values before each target (0.0 elsewhere), and the value after each last token."""
     results, last_values = _blank(sequences), np.zeros(len(sequences), dtype=np.float32)
-    with torch.inference_mode():
+    with _reading(decoder):
         for chunk in chunks:
             values_T = head(hidden_states(decoder, chunk))
             _scatter(values_T[chunk.rows_N], chunk, sequences, results)
@@ -78,12 +80,22 @@ def scores_of(
 ) -> np.ndarray:
     """Forward only. Returns float32 [sequences], the score of each sequence in batch order."""
     scores = np.zeros(num_sequences, dtype=np.float32)
-    with torch.inference_mode():
+    with _reading(decoder):
         for chunk in chunks:
             scores_S = chunk_scores(decoder, head, chunk)
             if chunk.members:
                 scores[list(chunk.members)] = scores_S.cpu().numpy()
     return _joined((scores,), group)[0]
+
+
+@contextlib.contextmanager
+def _reading(decoder: Decoder) -> Iterator[None]:
+    """Forward passes only. Weights that were gathered for them are let go: the next update changes the shards."""
+    with torch.no_grad() if is_sharded(decoder) else torch.inference_mode():
+        try:
+            yield
+        finally:
+            reshard(decoder)
 
 
 def _blank(sequences: Sequence[TrainSequence]) -> tuple[np.ndarray, ...]:

@@ -17,6 +17,7 @@ from gyre.objectives.api import AnyObjective, LossInputs, add_sums, finish_sums,
 from gyre.parallel.group import Group
 from gyre.trainer.chunk import Chunk
 from gyre.trainer.learner import Learner
+from gyre.trainer.parallelise import is_sharded
 from gyre.trainer.passes import chunk_logprobs, chunk_scores, chunk_values
 
 
@@ -82,8 +83,11 @@ def collect_gradients(models: Models, objective: AnyObjective, chunks: Sequence[
     assert denominator > 0.0
     found = Found()
     actor, critic = models.actor, models.critic
-    for chunk in chunks:
+    for index, chunk in enumerate(chunks):
+        for learner in models.learners:
+            learner.begin_chunk(last=index == len(chunks) - 1)
         if not chunk.members:
+            _keep_in_step(models, objective, chunk)
             continue
         inputs = _inputs(chunk)
         if trains_scores(objective):
@@ -99,6 +103,18 @@ def collect_gradients(models: Models, objective: AnyObjective, chunks: Sequence[
             values_N = chunk_values(critic.decoder, critic.head, chunk)
             _backward(objective, replace(_inputs(chunk), values_N=values_N), denominator, found)
     return found
+
+
+def _keep_in_step(models: Models, objective: AnyObjective, chunk: Chunk) -> None:
+    """Pass through the layers that are gathered for all ranks, with a gradient of zero."""
+    for learner in models.learners:
+        if not is_sharded(learner.decoder):
+            continue
+        if learner.head is None:
+            outputs = chunk_logprobs(learner.decoder, chunk)[0]
+        else:
+            outputs = (chunk_scores if trains_scores(objective) else chunk_values)(learner.decoder, learner.head, chunk)
+        (outputs.sum() * 0.0).backward()
 
 
 def _inputs(chunk: Chunk) -> LossInputs:
