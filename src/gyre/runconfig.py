@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError, model_validator
 
+from gyre.cluster.config import ClusterConfig
 from gyre.core.config import Section
 from gyre.core.errors import ConfigError
 from gyre.data.config import DataConfig
@@ -23,6 +24,7 @@ from gyre.loop.config import ColdStartConfig, EvalConfig, GoalConfig, RolloutCon
 from gyre.models.config import ModelConfig
 from gyre.objectives.config import GrpoConfig, ObjectiveConfig, is_pairwise, needs_rollouts
 from gyre.observe.config import ObserveConfig
+from gyre.parallel.config import ParallelConfig
 from gyre.rewards.config import RewardsConfig
 from gyre.text.config import TokenizerConfig
 from gyre.trainer.config import SnapshotConfig, TrainerConfig
@@ -78,6 +80,10 @@ class RunConfig(Section):
     """What completions are scored by."""
     memory: MemoryConfig = Field(default_factory=MemoryConfig)
     """Budgets and tiers."""
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
+    """On which devices the run works."""
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    """How the trained and frozen models lie over the trainer's ranks."""
     eval: EvalConfig = Field(default_factory=EvalConfig)
     """Held-out evaluation."""
     goal: GoalConfig | None = None

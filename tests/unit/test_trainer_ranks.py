@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from rank_pool import RankPool
 from trainer_cases import OBJECTIVES
-from zero_cases import LAYOUTS, evaluate, gradients, train
+from zero_cases import LAYOUTS, gradients
 
 
 @pytest.fixture(scope="module", params=[4])

@@ -33,8 +33,6 @@ class ClusterConfig(Section):
     """Longest wait for a worker to start: its process, its model and the group of all ranks."""
     call_deadline_s: float = Field(default=300.0, gt=0.0)
     """Longest wait for a worker's answer about weights, memory or requests."""
-    collective_deadline_s: float = Field(default=120.0, gt=0.0)
-    """Longest wait in one collective of the trainer ranks; `hang_s` is meant to notice first."""
     hang_s: float = Field(default=45.0, gt=0.0)
     """A rank or an engine that has work and makes no progress for so long is taken for hung. Progress is a layer of a
     model run forward, so long steps are fine; a single layer or optimiser update that takes this long is not."""

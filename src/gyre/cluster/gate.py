@@ -7,8 +7,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
+from gyre.cluster.host import WorkerFault
 from gyre.cluster.waiting import ask
 from gyre.core.contracts import WorkerHandle
+from gyre.core.errors import DeadlineError, RankError
 from gyre.core.records import Phase
 
 
@@ -22,13 +24,19 @@ class ClusterGate:
         self._handles, self._emit, self._deadline_s = handles, emit, deadline_s
 
     async def enter(self, phase: Phase, *, step: int) -> None:
-        """MemoryBudgetError of the first worker that could not; the others have moved theirs by then."""
+        """MemoryBudgetError of the first worker that could not; the others have moved theirs by then.
+        RankError when one broke or did not answer."""
         handles = self._handles()
         found = await asyncio.gather(
             *(ask(handle, "enter", phase, step, deadline_s=self._deadline_s) for handle in handles),
             return_exceptions=True,
         )
-        for result in found:
+        for handle, result in zip(handles, found, strict=True):
+            if isinstance(result, WorkerFault | DeadlineError):
+                raise RankError(
+                    f"{handle.name} ({handle.place}) could not enter phase {phase} of step {step}: {result}",
+                    hint="cluster.max_restarts lets the run restart from its newest snapshot",
+                ) from result
             if isinstance(result, BaseException):
                 raise result
         held = {handle.name: bytes_ for handle, bytes_ in zip(handles, found, strict=True)}

@@ -422,12 +422,27 @@ class EnginePool:
     async def _gather(self, calls: Sequence[Awaitable[Any]], members: Sequence[Member]) -> list[Any]:
         """All answers. The loss of an engine that the others can do without is no error; any other is raised, the first
         one, when all calls have ended."""
-        found = await asyncio.gather(*calls, return_exceptions=True)
-        for member, result in zip(members, found, strict=True):
-            if isinstance(result, WorkerLost):
-                self._lose(member, result.message)
-            elif isinstance(result, BaseException):
-                raise result
+        tasks = [asyncio.ensure_future(call) for call in calls]
+        try:
+            while open_ := [task for task in tasks if not task.done()]:
+                await asyncio.wait(open_, return_when=asyncio.FIRST_COMPLETED)
+                self._note_losses(tasks, members)
+        finally:
+            for task in tasks:
+                task.cancel()
+        errors = [error for task in tasks if (error := task.exception()) is not None]
+        for error in errors:
+            if not isinstance(error, WorkerLost):
+                raise error
+        return [task.result() for task in tasks if task.exception() is None]
+
+    def _note_losses(self, tasks: Sequence[asyncio.Future[Any]], members: Sequence[Member]) -> None:
+        """Raise as soon as a vital engine is lost: the others may wait for its rank."""
+        for task, member in zip(tasks, members, strict=True):
+            error = task.exception() if task.done() and not task.cancelled() else None
+            if isinstance(error, WorkerLost):
+                self._lose(member, error.message)
+            elif isinstance(error, WorkerFault) and member.vital:
+                self._lose(member, str(error))
         if self._broken is not None:
             raise self._broken
-        return [result for result in found if not isinstance(result, BaseException)]

@@ -96,11 +96,11 @@ class RayHandle:
         out.set_running_or_notify_cancel()  # whoever stops waiting for it does not end it
 
         def done(answer: Future[Any]) -> None:
-            import ray
+            from ray.exceptions import RayActorError
 
             try:
                 value = answer.result()
-            except ray.exceptions.RayActorError as error:
+            except RayActorError as error:
                 out.set_exception(WorkerLost(f"worker {self.name} ({self.place}) is gone: {self._cause(error)}"))
             except Exception as error:  # noqa: BLE001  it belongs to whoever waits
                 out.set_exception(error)
@@ -153,14 +153,24 @@ class RayCluster:
                 hint="leave cluster.address out to start Ray here, or start it with `ray start --head`",
             ) from error
         self._ray = ray
+        options: dict[str, Any] = {"max_concurrency": MOST_CALLS, "concurrency_groups": {WATCH: 8}}
+        self._remote: Any = ray.remote(**options)
         self.address = ray.util.get_node_ip_address()  # where this process can be reached by workers
 
     @property
     def num_gpus(self) -> int:
         return int(self._ray.cluster_resources().get("GPU", 0))
 
+    @property
+    def num_cpus(self) -> float:
+        return float(self._ray.cluster_resources().get("CPU", 0))
+
+    @property
+    def num_nodes(self) -> int:
+        return sum(node["Alive"] for node in self._ray.nodes())
+
     async def start(self, spec: RoleSpec) -> WorkerHandle:
-        actor_class = self._ray.remote(concurrency_groups={WATCH: 8}, max_concurrency=MOST_CALLS)(Actor)
+        actor_class = self._remote(Actor)
         actor = actor_class.options(
             name=f"gyre-{spec.name}-{os.getpid()}-{len(self._handles)}",
             num_cpus=spec.cpus,
@@ -199,11 +209,13 @@ class RayCluster:
     def share(self, value: Any) -> Any:
         return self._ray.put(value)
 
+    async def stop_all(self) -> None:
+        """Stop every worker that is left; Ray stays."""
+        handles, self._handles = list(self._handles.values()), {}
+        await asyncio.gather(*(self.stop(handle) for handle in handles))
+
     async def close(self) -> None:
-        for handle in self._handles.values():
-            handle.stopped = handle.stopped or "the cluster was closed"
-            with suppress(ValueError):
-                self._ray.kill(handle.actor)
+        await self.stop_all()
         await asyncio.to_thread(self._ray.shutdown)
 
     def _offer(self, spec: RoleSpec) -> str:

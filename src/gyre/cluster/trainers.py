@@ -117,7 +117,7 @@ class TrainerGroup:
 
     async def close(self) -> None:
         if self._failed is None:
-            await self.run("close", "trainer.close")
+            await self.run("close", "trainer.close", patience_s=self._deadline_s)
 
     # MemoryTenant: sums over the ranks -------------------------------------------------------------------------------
 
@@ -142,13 +142,14 @@ class TrainerGroup:
 
     # SPMD calls ------------------------------------------------------------------------------------------------------
 
-    async def run(self, what: str, method: str, *args: Any) -> list[Any]:
+    async def run(self, what: str, method: str, *args: Any, patience_s: float | None = None) -> list[Any]:
         """Call `method` on every rank and return the answers by rank. RankError names the rank that failed or hangs;
-        an error that a user can act on comes as it is."""
+        an error that a user can act on comes as it is. `patience_s` is for calls that run no model, and so show no
+        progress: how long one may take."""
         if self._failed is not None:
             raise self._failed
         tasks = [asyncio.wrap_future(handle.begin(method, *args)) for handle in self._handles]
-        guard = asyncio.create_task(self._guard(what, tasks))
+        guard = asyncio.create_task(self._guard(what, tasks, patience_s or self._hang_s))
         try:
             while True:
                 open_ = [task for task in tasks if not task.done()]
@@ -182,7 +183,7 @@ class TrainerGroup:
             raise error
         raise RankError(f"{what}: rank {rank} ({handle.name}, {handle.place}) failed: {error}", hint=HINT) from error
 
-    async def _guard(self, what: str, tasks: Sequence[asyncio.Future[Any]]) -> None:
+    async def _guard(self, what: str, tasks: Sequence[asyncio.Future[Any]], patience_s: float) -> None:
         """Raise when no rank that is still at it makes progress. Waits for: looks, each with a deadline."""
         names = tuple(handle.name for handle in self._handles)
         pulse = Pulse(names, self._clock())
@@ -191,7 +192,7 @@ class TrainerGroup:
             pulse.observe(await self._look(tasks), self._clock())
             busy = {handle.name for handle, task in zip(self._handles, tasks, strict=True) if not task.done()}
             still = {name: s for name, s in pulse.still_s(self._clock()).items() if name in busy}
-            if still and min(still.values()) >= self._hang_s:
+            if still and min(still.values()) >= patience_s:
                 await self._raise_hang(what, still)
 
     async def _look(self, tasks: Sequence[asyncio.Future[Any]]) -> dict[str, int]:
