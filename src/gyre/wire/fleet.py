@@ -191,6 +191,7 @@ class Spread:
         stage, plan = self._stage
         handle = await self._fleet.cluster.start(self._spec(name, None))
         await ask(handle, "begin", stage.name, plan.to_json(), 0, "", deadline_s=self._settings.start_deadline_s)
+        self._emit("cluster.started", workers={name: handle.place})
         return handle
 
     def _spec(self, name: str, rank: int | None) -> RoleSpec:
