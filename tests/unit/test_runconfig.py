@@ -56,6 +56,8 @@ def test_a_model_is_all_that_is_needed():
         ({"rewards": {"parts": [{"kind": "format", "wieght": 1}]}}, "rewards.parts.0: unknown key", "weight"),
         ({"rewards": {"parts": [{"kind": "code", "limits": {"walls": 1}}]}}, "parts.0.limits: unknown", "wall_s"),
         ({"memory": {"residensy": "spill"}}, "memory: unknown key 'residensy'", "residency"),
+        ({"parallel": {"shard_rank": 2}}, "parallel: unknown key 'shard_rank'", "shard_ranks"),
+        ({"parallel": {"critic": {"zeros": 2}}}, "parallel.critic: unknown key 'zeros'", "zero"),
         ({"observe": {"tensor_board": True}}, "observe: unknown key 'tensor_board'", "tensorboard"),
     ],
 )
@@ -207,6 +209,28 @@ def test_later_overrides_win():
 
 
 @pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        ({"run": {"device": "cpu"}}, "run.device = 'cpu', need 'cuda' or 'auto'"),
+        ({"run": {"dtype": "float32"}}, "run.dtype = 'float32', need 'bfloat16' or 'auto'"),
+        ({"rollout": {"top_p": 0.9}}, "rollout.top_p = 0.9 truncates, need 1.0"),
+        ({"rollout": {"top_k": 50}}, "rollout.top_k = 50 truncates, need 0"),
+        ({"rollout": {"min_p": 0.1}}, "rollout.min_p = 0.1 truncates, need 0.0"),
+        ({"parallel": {"zero": 3}}, "parallel.zero = 3 of the actor keeps weights in shards, need 0 or 1"),
+        ({"parallel": {"reference": {"zero": 2}}}, "parallel.zero = 2 of the reference keeps weights in shards"),
+    ],
+)
+def test_batch_invariant_training_is_refused_where_the_config_rules_it_out(tables, words):
+    """The engine alone may be in the mode, and a trainer that learns from data does not care."""
+    mode = {"engine": {"batch_invariant": True}}
+    told = refusal(**mode, **tables)
+    assert told.startswith("engine.batch_invariant = true: ") and words in told and "leave it out to train" in told
+    parse_run_config({**MODEL, **mode, **tables, "objective": {"kind": "sft"}}, where="run.toml")
+    parse_run_config({**MODEL, **tables}, where="run.toml")
+    parse_run_config({**MODEL, **mode, "rollout": {"temperature": 0.7}}, where="run.toml")
+
+
+@pytest.mark.parametrize(
     "override",
     [
         "trainer.steps",
@@ -283,3 +307,15 @@ def test_it_loads_no_torch(module):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_parallel_settings_are_inherited():
+    tables = {"parallel": {"zero": 3, "shard_ranks": 8, "reference": {"zero": 0}, "critic": {"shard_ranks": 2}}}
+    parallel = parse_run_config({**MODEL, **tables}, where="run.toml").parallel
+    assert [parallel.of(model) for model in ("actor", "critic", "reference", "reward")] == [
+        (3, 8),
+        (3, 2),
+        (0, 8),
+        (3, 8),
+    ]
+    assert "parallel.zero = 4: need 0, 1, 2 or 3" in refusal(parallel={"zero": 4})

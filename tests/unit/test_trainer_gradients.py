@@ -33,7 +33,7 @@ def gradients(kind: str, batch: TrainBatch, tokens_per_chunk: int, objective=Non
     for learner in trainer._models.learners:
         if learner.head is not None:
             torch.nn.init.normal_(learner.head.weight, generator=torch.Generator().manual_seed(5))
-    plan = trainer._complete(batch)[1]
+    plan = trainer._evaluator.complete(batch)[1]
     (update,) = plan.updates
     collect_gradients(trainer._models, trainer._objective, update.chunks, update.denominator)
     return {

@@ -7,6 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gyre.parallel.group import alone
+from gyre.parallel.mesh import make_mesh
 from gyre.trainer import optim
 from gyre.trainer.config import TrainerConfig
 from gyre.trainer.optim import FlatOptimizer
@@ -22,7 +24,7 @@ def make(dtype: torch.dtype, **options) -> tuple[dict[str, torch.nn.Parameter], 
         name: torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for name, shape in SHAPES.items()
     }
     defaults = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-    return parameters, FlatOptimizer(parameters, **{**defaults, **options})
+    return parameters, FlatOptimizer(parameters, **{**defaults, **options}, mesh=make_mesh(alone(), 0))
 
 
 def gradients(seed: int) -> dict[str, torch.Tensor]:

@@ -6,6 +6,7 @@
     ├── MemoryBudgetError a component or a move does not fit, or memory did not come back
     ├── SnapshotError     a snapshot, export or run folder that cannot be used
     ├── DeadlineError     a wait ended without what it waited for; names the owner
+    ├── RankError         a rank of a group died, hangs or raised; names it
     └── EngineRefused     a request that the engine will not run, with the reason
 
 Each carries `kind` (for programs), the message (what we got, what we accept) and `hint` (what to do next).
@@ -47,6 +48,10 @@ class SnapshotError(GyreError):
 
 class DeadlineError(GyreError):
     kind = "deadline"
+
+
+class RankError(GyreError):
+    kind = "rank"
 
 
 class EngineRefused(GyreError):

@@ -12,11 +12,9 @@ T tokens of a chunk, N targets among them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
 
+from gyre.core.records import Checkpointing
 from gyre.planner.plan import Dtype, ModelNumbers, Saving
-
-Checkpointing = Literal["none", "selective", "full"]
 
 ITEM_BYTES: Mapping[Dtype, int] = {"float32": 4, "bfloat16": 2}
 STATISTIC = 4  # bytes of a float32 number per row: rstd of a norm, log Σ exp of attention
@@ -107,14 +105,15 @@ def saved_bytes(
         output = 0 if saving == "torch_cpu" else tokens * kept["attended_TA"]  # which attention keeps of every token
         total += targets * (kept["attended_TA"] + INDEX) + output - tokens * kept["attended_TA"]
     tables = tokens * (INDEX + 2 * m.head_dim * item)  # token ids; cos and sin of the positions
-    return total + tables + targets * _head_row_bytes(m, item, saving, targets)
+    return total + tables + targets * _head_row_bytes(m, item, saving, checkpointing, targets)
 
 
-def _head_row_bytes(m: ModelNumbers, item: int, saving: Saving, targets: int) -> int:
-    """Final norm and log-probs: its rows before and after, statistics, the target, and probabilities where the
-    vocabulary is one block."""
+def _head_row_bytes(m: ModelNumbers, item: int, saving: Saving, checkpointing: Checkpointing, targets: int) -> int:
+    """Final norm and log-probs: its rows before and after, statistics, the target; by torch probabilities where the
+    vocabulary is one block, by Triton logits also where nothing is made again."""
     row = 2 * item * m.hidden_size + STATISTIC + INDEX + 3 * STATISTIC
-    return row + (item * m.vocab_size if block_columns(saving, targets) >= m.vocab_size else 0)
+    keeps = block_columns(saving, targets) >= m.vocab_size or (saving == "triton" and checkpointing == "none")
+    return row + (item * m.vocab_size if keeps else 0)
 
 
 def block_columns(saving: Saving, rows: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gyre.planner.activations import Checkpointing
+from gyre.core.records import Checkpointing
 from gyre.planner.gpus import Gpu
 from gyre.planner.layouts import Layout, Offload, Zero
 from gyre.planner.moments import (

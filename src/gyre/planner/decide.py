@@ -218,6 +218,7 @@ def _kv_pages(inputs: PlanInputs, base: _Base, residency: Residency, working: in
         component.size_bytes
         for component in others
         if component.name != "engine.kv"
+        and "device" in component.tiers
         and (residency == "resident" or "rollout" in component.phases or not component.leave)
     )
     room = (base.budgets.device_bytes - working - beside) // page_bytes - 1

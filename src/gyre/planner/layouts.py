@@ -14,7 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from gyre.planner.activations import ITEM_BYTES, Checkpointing
+from gyre.core.records import Checkpointing
+from gyre.planner.activations import ITEM_BYTES
 from gyre.planner.plan import Dtype, ModelNumbers
 
 Zero = Literal[0, 1, 2, 3]

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gyre.core.records import Phase, Tier
+from gyre.core.records import Checkpointing, Phase, Tier
+from gyre.engine.config import plan_num_slots
 from gyre.planner.activations import (
     ITEM_BYTES,
+    again_bytes,
     forward_layer_bytes,
     head_backward_bytes,
     head_forward_bytes,
@@ -31,11 +33,20 @@ def kv_bytes_per_page(model: ModelNumbers, dtype: Dtype, page_tokens: int) -> in
     return 2 * model.num_layers * model.num_kv_heads * model.head_dim * page_tokens * ITEM_BYTES[dtype]
 
 
-def activation_bytes(model: ModelNumbers, dtype: Dtype, tokens: int, *, longest: int, saving: Saving) -> int:
+def activation_bytes(
+    model: ModelNumbers,
+    dtype: Dtype,
+    tokens: int,
+    *,
+    longest: int,
+    saving: Saving,
+    checkpointing: Checkpointing = "none",
+) -> int:
     """What one chunk keeps for its backward pass, and the largest temporaries of that pass."""
-    kept = saved_bytes(model, dtype, saving, "none", tokens=tokens, targets=tokens, longest=longest)
+    kept = saved_bytes(model, dtype, saving, checkpointing, tokens=tokens, targets=tokens, longest=longest)
     head = max(head_forward_bytes(model, saving, tokens), head_backward_bytes(model, dtype, saving, tokens))
-    return kept + max(head, layer_backward_bytes(model, dtype, tokens))
+    again = again_bytes(model, dtype, saving, checkpointing, tokens, longest=longest)
+    return kept + max(head, again + layer_backward_bytes(model, dtype, tokens))
 
 
 def forward_bytes(model: ModelNumbers, dtype: Dtype, tokens: int, *, longest: int, saving: Saving) -> int:
@@ -46,7 +57,8 @@ def forward_bytes(model: ModelNumbers, dtype: Dtype, tokens: int, *, longest: in
 
 def engine_bytes(model: ModelNumbers, dtype: Dtype, *, tokens: int, running: int, longest: int) -> int:
     """One engine step: a layer's temporaries, gathered keys and values, float32 logits of all running sequences, and
-    truncation of some of them at a time."""
+    truncation of some of them at a time. The C kernels' work area and logits on a CPU are less, up to 16
+    threads at least."""
     m, item = model, ITEM_BYTES[dtype]
     heads = (m.num_heads + 2 * m.num_kv_heads) * m.head_dim
     layer = tokens * item * (4 * m.hidden_size + 2 * heads + 4 * m.mlp_size)
@@ -66,7 +78,9 @@ def working_bytes(
     return {
         "rollout": generate if inputs.online else 0,
         "score": score if inputs.online or inputs.reference else 0,
-        "train": activation_bytes(model, dtype, tokens_per_chunk, longest=longest, saving=saving),
+        "train": activation_bytes(
+            model, dtype, tokens_per_chunk, longest=longest, saving=saving, checkpointing=inputs.checkpointing
+        ),
         "handover": 0,
         "evaluate": generate if inputs.online else score,
     }
@@ -92,6 +106,8 @@ def predict_components(
         page = kv_bytes_per_page(inputs.model, dtype, page_tokens)
         formula = f"({kv_pages} pages + 1 spare) × {page} bytes"
         rows.append(("engine.kv", (kv_pages + 1) * page, (*keeping, "none"), formula))
+        if slots := plan_num_slots(inputs.kv_host_bytes, page_bytes=page):
+            rows.append(("engine.kv_host", slots * page, ("host", "none"), f"{slots} slots × {page} bytes"))
     return tuple(_component(row, needs, inputs.leave) for row in rows)
 
 

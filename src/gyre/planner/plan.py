@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from gyre.core.errors import SnapshotError
-from gyre.core.records import Phase, Tier
+from gyre.core.records import Checkpointing, Phase, Tier
 from gyre.vram.config import Leave, Residency
 
 DeviceKind = Literal["cpu", "cuda"]
@@ -90,6 +90,7 @@ class PlanInputs:
     max_completion_tokens: int
     sequences_per_update: int | None = None
     tokens_per_chunk: int | None = None
+    checkpointing: Checkpointing = "none"
     epochs_per_batch: int = 1
     critic: bool = False
     reference: bool = False
@@ -100,6 +101,7 @@ class PlanInputs:
     threads: int | None = None
     page_tokens: int | None = None
     kv_pages: int | None = None
+    kv_host_bytes: int = 0  # of host memory for KV of preempted completions
     max_running: int | None = None  # completions that hold pages at the same time
     engine_tokens_per_step: int = 2048
     residency: Residency | None = None

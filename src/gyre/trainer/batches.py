@@ -1,5 +1,6 @@
 """Batches: from unpacked sequences to the updates of one epoch. In: a batch's sequences, config, a seed.
-Out: an EpochPlan of updates, each a list of chunks and one denominator. Caller: trainer.native.
+Out: an EpochPlan of updates, each a list of this rank's chunks and one denominator. Callers: trainer.native,
+trainer.evaluation. Every rank plans the whole batch alike and lays out only its own chunks.
 
 Sequences without a target leave here: they teach nothing and count in no denominator.
 """
@@ -14,28 +15,29 @@ import torch
 from gyre.core.records import TrainSequence
 from gyre.core.seeds import derive_seed
 from gyre.objectives.api import AnyObjective, denominator, is_pairwise
-from gyre.trainer.chunk import Chunk, build_chunk, gather_columns, target_mask
+from gyre.trainer.chunk import Chunk, blank_chunk, build_chunk, gather_columns, target_mask
 from gyre.trainer.config import TrainerConfig
-from gyre.trainer.pack import Atom, make_atoms, pack, split_updates
+from gyre.trainer.pack import Atom, Plan, make_atoms, pack, split_updates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
     """One optimiser update."""
 
-    chunks: tuple[Chunk, ...]
-    denominator: float  # of the summed loss; > 0
+    chunks: tuple[Chunk, ...]  # of this rank; as many as on every other rank, blank ones where there is no work
+    denominator: float  # of the loss summed over all ranks; > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochPlan:
-    """One pass over a batch."""
+    """One pass over a batch. The numbers count all ranks."""
 
     updates: tuple[Update, ...]
     num_tokens: int
     num_targets: int
     num_left_out: int  # sequences without a target
     num_oversized: int  # chunks above tokens_per_chunk, each for one long sequence or pair
+    fewest_atoms: int  # sequences or pairs of the smallest update
     padding_share: float  # part of the chunks' fixed length that holds no token
 
     @property
@@ -63,7 +65,10 @@ class Planner:
         vocab_size: int,
         device: torch.device,
         emit: Callable[..., None],
+        rank: int = 0,
+        num_ranks: int = 1,
     ) -> None:
+        self._rank, self._num_ranks = rank, num_ranks
         self._objective, self._config, self._seed = objective, config, seed
         self._vocab_size, self._device, self._emit = vocab_size, device, emit
         self._last: tuple[tuple[int, int], tuple[TrainSequence, ...], EpochPlan] | None = None
@@ -76,6 +81,8 @@ class Planner:
         if plan.num_oversized:
             limit = self._config.tokens_per_chunk
             self._emit("trainer.oversized_chunks", step=step, chunks=plan.num_oversized, tokens_per_chunk=limit)
+        if plan.updates and plan.fewest_atoms < self._num_ranks:
+            self._emit("trainer.idle_ranks", step=step, items=plan.fewest_atoms, ranks=self._num_ranks)
         if self._device.type == "cpu":  # on a GPU these bytes would belong to no component
             self._last = ((step, epoch), tuple(sequences), plan)
         return plan
@@ -97,35 +104,43 @@ class Planner:
             [sequence.pair_id if pairwise else -1 for sequence in sequences],
         )
         useful = [atom for atom in atoms if pairwise or targets[atom.members[0]] > 0]
-        updates, oversized = [], 0
-        for members in split_updates(useful, self._config.sequences_per_update, seed):
-            chunks, over = self._chunks(sequences, members, pairwise=pairwise, vocab_size=self._vocab_size)
+        updates, oversized, room = [], 0, 0
+        splits = split_updates(useful, self._config.sequences_per_update, seed)
+        for members in splits:
+            chunks, plan = self._chunks(sequences, members, pairwise=pairwise, vocab_size=self._vocab_size)
             counts = [targets[index] for atom in members for index in atom.members]
             updates.append(Update(chunks=chunks, denominator=denominator(self._objective, counts)))
-            oversized += over
+            oversized += plan.num_oversized
+            room += _room(plan, sequences)
         num_tokens = sum(atom.num_tokens for atom in useful)
-        limit = self._config.tokens_per_chunk
-        room = sum(max(limit, chunk.layout.num_tokens) for update in updates for chunk in update.chunks)
         return EpochPlan(
             updates=tuple(updates),
             num_tokens=num_tokens,
             num_targets=sum(targets[index] for atom in useful for index in atom.members),
             num_left_out=len(sequences) - sum(len(atom.members) for atom in useful),
             num_oversized=oversized,
+            fewest_atoms=min((len(members) for members in splits), default=0),
             padding_share=1.0 - num_tokens / room if room else 0.0,
         )
 
     def _chunks(
         self, sequences: Sequence[TrainSequence], atoms: Sequence[Atom], *, pairwise: bool, vocab_size: int
-    ) -> tuple[tuple[Chunk, ...], int]:
-        """Return the chunks, and how many of them are longer than the limit."""
-        plan = pack(atoms, num_ranks=1, tokens_per_chunk=self._config.tokens_per_chunk)
+    ) -> tuple[tuple[Chunk, ...], Plan]:
+        """Return this rank's chunks, and who got what."""
+        plan = pack(atoms, num_ranks=self._num_ranks, tokens_per_chunk=self._config.tokens_per_chunk)
         chunks = tuple(
             build_chunk(sequences, members, pairwise=pairwise, vocab_size=vocab_size, device=self._device)
-            for members in plan.ranks[0]
             if members
+            else blank_chunk(self._device)
+            for members in plan.ranks[self._rank]
         )
-        return chunks, plan.num_oversized
+        return chunks, plan
+
+
+def _room(plan: Plan, sequences: Sequence[TrainSequence]) -> int:
+    """Tokens that the chunks of all ranks have room for."""
+    sizes = [sum(len(sequences[index].tokens) for index in members) for rank in plan.ranks for members in rank]
+    return sum(max(plan.tokens_per_chunk, size) for size in sizes)
 
 
 def _same_layout(ours: Sequence[TrainSequence], theirs: Sequence[TrainSequence]) -> bool:

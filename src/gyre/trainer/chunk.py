@@ -34,12 +34,13 @@ class Pairs:
 class Chunk:
     """Everything that one forward pass needs. Index tensors are int64."""
 
-    members: tuple[int, ...]  # indices into the batch, in the order of the chunk
+    members: tuple[int, ...]  # indices into the batch, in the order of the chunk; a blank chunk has none
     layout: PackedLayout
     tokens_T: Tensor
     rows_N: Tensor  # which of the T hidden states predicts each target
     targets_N: Tensor
     temperature_N: Tensor  # float32
+    inverse_temperature_N: Tensor  # float32, divided on the host as the engine does, so that its bits are the same
     support: tuple[Tensor, Tensor] | None  # offsets [N + 1] and ids of what truncation left choosable
     sequence_index_N: Tensor
     target_counts_S: Tensor
@@ -108,6 +109,7 @@ def build_chunk(
         rows_N=put(targets_at - 1),
         targets_N=put(tokens[targets_at]),
         temperature_N=put(temperatures[index_of]),
+        inverse_temperature_N=put((np.float32(1.0) / temperatures)[index_of]),
         support=_support(chosen, counts, vocab_size, put),
         sequence_index_N=put(index_of),
         target_counts_S=put(counts),
@@ -116,8 +118,33 @@ def build_chunk(
     )
 
 
+def blank_chunk(device: torch.device) -> Chunk:
+    """A stand-in of two tokens and one target on a rank that has nothing to do while others have: where weights are
+    gathered layer by layer, all ranks must pass through all layers. Nothing of it counts."""
+
+    def put(*numbers: int) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, device=device)
+
+    return Chunk(
+        members=(),
+        layout=PackedLayout.of([2], device),
+        tokens_T=put(0, 0),
+        rows_N=put(0),
+        targets_N=put(0),
+        temperature_N=torch.ones(1, device=device),
+        inverse_temperature_N=torch.ones(1, device=device),
+        support=None,
+        sequence_index_N=put(0),
+        target_counts_S=put(1),
+        last_row_S=put(1),
+        pairs=None,
+    )
+
+
 def gather_columns(chunk: Chunk, sequences: Sequence[TrainSequence], names: Collection[str]) -> Chunk:
     """Return the chunk with these columns of its sequences, at its targets."""
+    if not chunk.members:
+        return chunk
     chosen = [sequences[index] for index in chunk.members]
     masks = [target_mask(sequence) for sequence in chosen]
     columns = {}

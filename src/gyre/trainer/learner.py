@@ -1,5 +1,6 @@
 """Learner: one model that is trained (actor, critic or reward model) with its optimiser state and memory components.
-In: a Decoder, maybe a ScalarHead. Out: updated weights, named tensors, storage pools. Caller: trainer.native.
+In: a Decoder, maybe a ScalarHead, how they lie over ranks. Out: updated weights, named tensors, storage pools.
+Caller: trainer.native.
 """
 
 from __future__ import annotations
@@ -10,40 +11,65 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gyre.core.errors import SnapshotError
-from gyre.core.records import Tier
+from gyre.core.records import Checkpointing, Tier
 from gyre.models.decoder import Decoder
 from gyre.models.heads import ScalarHead
+from gyre.parallel.mesh import Split
 from gyre.trainer.config import TrainerConfig
-from gyre.trainer.optim import FlatOptimizer
+from gyre.trainer.optim import AdamW, FlatOptimizer
+from gyre.trainer.optim_sharded import RowOptimizer, SlicedOptimizer
+from gyre.trainer.parallelise import begin_chunk, is_sharded, reshard, shard_decoder
+from gyre.trainer.resharding import check_whole, join, load
 from gyre.vram.pools import StoragePool
 from gyre.vram.virtual import find_driver
 
 HEAD_PREFIX = "scalar_head."
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Learner:
     """Decoder, scalar head (or None) and optimiser under one name, which prefixes components and snapshot keys."""
 
-    def __init__(self, name: str, decoder: Decoder, head: ScalarHead | None, config: TrainerConfig) -> None:
-        self.name, self.decoder, self.head = name, decoder, head
+    def __init__(
+        self, name: str, decoder: Decoder, head: ScalarHead | None, config: TrainerConfig, split: Split
+    ) -> None:
+        self.name, self.decoder, self.head, self.split = name, decoder, head, split
+        self.checkpointing: Checkpointing = config.checkpointing
+        self.dtype = decoder.dtype  # that the forward pass computes in
+        if split.shards_weights:
+            shard_decoder(decoder, split, trains=True)
         parameters = dict(decoder.named_parameters())
         if head is not None:
             parameters |= {HEAD_PREFIX + key: parameter for key, parameter in head.named_parameters()}
-        self.optimizer = FlatOptimizer(parameters, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
+        kind: type[AdamW] = FlatOptimizer
+        if split.shards_state:
+            kind = RowOptimizer if split.shards_weights else SlicedOptimizer
+        self.optimizer = kind(
+            parameters, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, mesh=split.mesh
+        )
+
+    def begin_chunk(self, *, last: bool) -> None:
+        """Before the forward pass of an update's chunk."""
+        begin_chunk(self.decoder, self.split, last=last)
+
+    def clear(self) -> None:
+        """Drop what a step that was cut short has left."""
+        self.optimizer.zero_grad()
+        reshard(self.decoder)
 
     def pools(self, folder: Path | None) -> list[StoragePool]:
         """One pool per component. With float32 weights the master is the compute weights and has no pool of its own.
-        The compute weights keep their addresses: an engine that shares them has captured those in graphs."""
+        Whole compute weights keep their addresses: an engine that shares them has captured those in graphs."""
         optimizer, device = self.optimizer, self.decoder.device
         contents: dict[str, Mapping[str, Tensor]] = {
             "params": optimizer.compute_tensors(),
             "grads": {"grad": optimizer.grad_N},
             "optimizer": {"exp_avg": optimizer.exp_avg_N, "exp_avg_sq": optimizer.exp_avg_sq_N},
         }
-        if not optimizer.master_is_compute:
-            contents["master"] = {"master": optimizer.master_N}
+        if masters := optimizer.master_tensors():
+            contents["master"] = masters
         tiers: dict[str, tuple[Tier, ...]] = {"grads": ("device", "none")}  # zero between steps: nothing to keep
+        keeps_addresses = not is_sharded(self.decoder)
         return [
             StoragePool(
                 f"{self.name}.{kind}",
@@ -51,39 +77,57 @@ class Learner:
                 tiers=tiers.get(kind, ("device", "host", "disk")),
                 folder=folder,
                 device=device,
-                driver=find_driver(device) if kind == "params" else None,
+                driver=find_driver(device) if kind == "params" and keeps_addresses else None,
             )
             for kind, tensors in contents.items()
         ]
 
     def state_tensors(self) -> dict[str, dict[str, Tensor]]:
-        """What a snapshot holds, by the component that it lives in. Gradients don't outlive a step."""
+        """What a snapshot holds of this rank's, by the component that it lives in. Gradients don't outlive a step."""
         optimizer = self.optimizer
-        weights = "params" if optimizer.master_is_compute else "master"
+        weights = "master" if optimizer.master_tensors() else "params"
         moments = {"exp_avg": optimizer.exp_avg_N, "exp_avg_sq": optimizer.exp_avg_sq_N}
         return {
             f"{self.name}.{weights}": {f"{self.name}.master.{k}": t.detach() for k, t in optimizer.masters().items()},
             f"{self.name}.optimizer": {f"{self.name}.optimizer.{key}": tensor for key, tensor in moments.items()},
         }
 
+    def whole_state(self, copies: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Join the ranks' copies of `state_tensors` to what one process would have; on rank 0, {} on the others."""
+        optimizer = self.optimizer
+        if len(optimizer.layout.ranks) == 1:
+            return dict(copies) if self.split.mesh.world.rank == 0 else {}
+        if self.split.mesh.replica.rank:
+            return {}
+        parts = {name: copies[f"{self.name}.master.{name}"] for name in optimizer.shapes}
+        joined = join(optimizer.layout, parts, torch.float32, self.split.mesh.shard)
+        state = {f"{self.name}.master.{name}": tensor for name, tensor in joined.items()}
+        for key in MOMENTS:
+            flat_N = copies[f"{self.name}.optimizer.{key}"]
+            joined = join(optimizer.layout, optimizer.runs(flat_N), torch.float32, self.split.mesh.shard)
+            if joined:
+                whole_N = torch.zeros(optimizer.file_size)
+                for name, tensor in joined.items():
+                    whole_N[optimizer.starts[name] : optimizer.starts[name] + tensor.numel()] = tensor.view(-1)
+                state[f"{self.name}.optimizer.{key}"] = whole_N
+        return state
+
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
+        """Refuse a snapshot that lacks a tensor of this learner's, or has it in another shape."""
+        shapes = {f"{self.name}.master.{name}": shape for name, shape in self.optimizer.shapes.items()}
+        shapes |= {f"{self.name}.optimizer.{key}": (self.optimizer.file_size,) for key in MOMENTS}
+        check_whole(shapes, tensors, torch.float32)
+
     def restore(self, tensors: Mapping[str, Tensor], num_updates: int) -> None:
-        """Copy a snapshot's tensors in, in place."""
-        for parts in self.state_tensors().values():
-            copy_in(parts, tensors)
-        self.optimizer.num_updates = num_updates
-        self.optimizer.zero_grad()
-        self.optimizer.refresh_compute()
-
-
-@torch.no_grad()
-def copy_in(destination: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> None:
-    """Overwrite tensors by those of the same name; all are checked before the first is written."""
-    for name, tensor in destination.items():
-        if name not in source or source[name].shape != tensor.shape or source[name].dtype != tensor.dtype:
-            got = f"{source[name].dtype} {tuple(source[name].shape)}" if name in source else "nothing"
-            raise SnapshotError(
-                f"the snapshot holds {got} for {name}, this run needs {tensor.dtype} {tuple(tensor.shape)}",
-                hint="resume with the config that the run was started with",
-            )
-    for name, tensor in destination.items():
-        tensor.copy_(source[name])
+        """Take this rank's part of a whole snapshot, in place. Collective: new weights go to all ranks."""
+        self.check(tensors)
+        optimizer = self.optimizer
+        self.clear()
+        masters = {name: tensors[f"{self.name}.master.{name}"] for name in optimizer.shapes}
+        load(optimizer.places, optimizer.masters(), masters)
+        for key, own_N in (("exp_avg", optimizer.exp_avg_N), ("exp_avg_sq", optimizer.exp_avg_sq_N)):
+            whole_N = tensors[f"{self.name}.optimizer.{key}"]
+            moments = {name: whole_N[start:] for name, start in optimizer.starts.items()}
+            load(optimizer.places, optimizer.runs(own_N), moments)
+        optimizer.num_updates = num_updates
+        optimizer.refresh_compute()

@@ -13,14 +13,14 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import torch
 from torch import Tensor
 
-from gyre.core.errors import ConfigError, SnapshotError
+from gyre.core.errors import SnapshotError
 from gyre.core.records import (
     Component,
     Evaluation,
@@ -28,32 +28,34 @@ from gyre.core.records import (
     StepReport,
     Tier,
     TrainBatch,
-    TrainSequence,
     Usage,
     Which,
 )
-from gyre.kernels.cpu.build import Unavailable
-from gyre.kernels.cpu.chunks import load_chunks
+from gyre.kernels import flash
+from gyre.kernels.choose import CUDA_DTYPES, why_torch
 from gyre.models.decoder import Decoder
 from gyre.models.heads import ScalarHead
 from gyre.objectives.api import (
     AnyObjective,
     needs_critic,
-    needs_old_logprobs,
     needs_reference,
-    required_columns,
     trains_scores,
 )
+from gyre.parallel.config import ParallelConfig
+from gyre.parallel.group import Group, alone
+from gyre.parallel.mesh import Splitter
 from gyre.trainer.batches import EpochPlan, Planner, Update
-from gyre.trainer.chunk import check_columns
 from gyre.trainer.config import TrainerConfig
-from gyre.trainer.learner import HEAD_PREFIX, Learner, copy_in
-from gyre.trainer.passes import logprobs_of, scores_of, values_of
+from gyre.trainer.evaluation import Evaluator
+from gyre.trainer.learner import HEAD_PREFIX, Learner
+from gyre.trainer.parallelise import shard_decoder
+from gyre.trainer.passes import ChunkLogprobs, chunk_logprobs
 from gyre.trainer.reference import Reference, frozen_copy
 from gyre.trainer.schedule import learning_rate_factor
 from gyre.trainer.tenancy import ScoredModel, Tenancy
 from gyre.trainer.update import Models, Totals, collect_gradients
 from gyre.vram.pools import Take
+from gyre.weights.gather import ShardSource
 from gyre.weights.manifest import make_manifest
 
 
@@ -75,25 +77,41 @@ class NativeTrainer:
         version: int = 0,
         shared: bool = True,
         disk_folder: Path | None = None,
+        group: Group | None = None,
+        parallel: ParallelConfig | None = None,
+        logprobs: ChunkLogprobs | None = None,
     ) -> None:
         """`head` continues a reward model under objective rm; `critic` one under ppo: without them the head starts at
         zero and the critic's trunk as a copy of the actor. `reward_model` is what evaluate(…, "reward") asks.
         `shared` goes into the manifest: the engine reads this trainer's own weights. `disk_folder` gives components
-        a disk tier."""
+        a disk tier. `logprobs` is how actor and reference compute a chunk's log-probs, if not as usual. `group`: the
+        ranks that train together (`parallel.start.join`). Each has a NativeTrainer made with the same arguments and
+        weights, and every rank calls every method, with the same global batch. `parallel` says how their models lie
+        over them."""
         self._objective, self._config, self._seed = objective, config, seed
         self._compute, self._emit, self._shared = compute, emit, shared
-        if decoder.device.type == "cpu" and isinstance(kernels := load_chunks(decoder.dtype), Unavailable):
-            emit("trainer.torch_kernels", reason=kernels.reason)
+        self._group = group or alone(decoder.device)
+        if (reason := why_torch(decoder.device, decoder.dtype)) is not None:
+            emit("trainer.torch_kernels", reason=reason)
+        if decoder.device.type == "cuda" and decoder.dtype in CUDA_DTYPES:
+            spec = decoder.spec
+            shared_by = spec.num_heads // spec.num_kv_heads
+            emit("trainer.attention_kernel", **flash.choice(decoder.device, decoder.dtype, shared_by, spec.head_dim))
         if trains_scores(objective) and head is None:
             head = ScalarHead(decoder.spec.hidden_size, device=decoder.device)
         assert head is None or trains_scores(objective), f"objective {objective.kind} trains no scalar head"
-        self._models = Models(
-            actor=Learner("actor", decoder, head, config),
-            critic=_make_critic(decoder, critic, config) if needs_critic(objective) else None,
-        )
+        splitter = Splitter(self._group, parallel or ParallelConfig())
         wants_reference = needs_reference(objective) and config.reference == "initial"
-        self._reference = Reference(decoder, config) if wants_reference else None
-        self._reward_model = reward_model
+        first = frozen_copy(decoder) if wants_reference else None  # copied before the actor is cut
+        trunk = _critic_model(decoder, critic) if needs_critic(objective) else None
+        self._models = Models(
+            actor=Learner("actor", decoder, head, config, splitter.split("actor")),
+            critic=Learner("critic", *trunk, config, splitter.split("critic")) if trunk else None,
+            logprobs=logprobs or partial(chunk_logprobs, checkpointing=config.checkpointing),
+        )
+        self._reference = Reference(first, config, splitter.split("reference")) if first is not None else None
+        if reward_model is not None and (split := splitter.split("reward")).shards_weights:
+            shard_decoder(reward_model[0].requires_grad_(False), split, trains=False)
         self._version, self._steps_done = version, 0
         self._planner = Planner(
             objective=objective,
@@ -102,8 +120,20 @@ class NativeTrainer:
             vocab_size=decoder.spec.vocab_size,
             device=decoder.device,
             emit=emit,
+            rank=self._group.rank,
+            num_ranks=self._group.size,
         )
         self._tenancy = Tenancy(self._models.learners, self._reference, reward_model, disk_folder)
+        self._evaluator = Evaluator(
+            objective=objective,
+            config=config,
+            models=self._models,
+            reference=self._reference,
+            reward_model=reward_model,
+            planner=self._planner,
+            tenancy=self._tenancy,
+            group=self._group,
+        )
 
     # PolicyTrainer ---------------------------------------------------------------------------------------------------
 
@@ -118,18 +148,29 @@ class NativeTrainer:
         await asyncio.get_running_loop().run_in_executor(self._compute, self._close)
 
     def register(self) -> tuple[Manifest, Mapping[str, Any]]:
-        parameters = self._models.actor.optimizer.parameters.items()
-        tensors = {name: p.detach() for name, p in parameters if not name.startswith(HEAD_PREFIX)}
-        manifest = make_manifest(self._version, tensors, shared=self._shared, checksums=not self._shared)
-        return manifest, tensors
+        """The version and its tensors, or, where no rank holds them whole, a ShardSource to gather them from."""
+        actor = self._models.actor
+        if not actor.split.shards_weights:
+            parameters = actor.optimizer.parameters.items()
+            tensors = {name: p.detach() for name, p in parameters if not name.startswith(HEAD_PREFIX)}
+            return make_manifest(self._version, tensors, shared=self._shared, checksums=not self._shared), tensors
+        shapes = {name: shape for name, shape in actor.optimizer.shapes.items() if not name.startswith(HEAD_PREFIX)}
+        like = {name: torch.empty(shape, dtype=actor.dtype, device="meta") for name, shape in shapes.items()}
+        source = ShardSource(
+            actor.optimizer.layout.of(list(shapes)),
+            actor.optimizer.masters(),
+            group=actor.split.mesh.shard,
+            dtype=actor.dtype,
+        )
+        return make_manifest(self._version, like, shared=False, checksums=False), source
 
     def snapshot(self, take: Take | None = None) -> Mapping[str, Any]:
-        """Return {"tensors": by name, "state": JSON-able}. Tensors are copies on the CPU, taken from the tier where
-        each component is: a snapshot moves nothing and needs no room on the device. `take` gives the memory for
-        them."""
-        tensors: dict[str, Tensor] = {}
-        for component, parts in self._state_tensors().items():
-            tensors |= self._tenancy.copies(component, parts, take)
+        """Return {"tensors": by name, "state": JSON-able}. Tensors are whole copies on the CPU of rank 0 (the other
+        ranks get none), taken from the tier where each component is: a snapshot moves nothing, and needs room for one
+        bucket on the device where tensors lie in shards. `take` gives the memory for this
+        rank's copies."""
+        with self._group.guard("snapshot"):
+            tensors = self._whole_tensors(take)
         state = {
             "objective": self._objective.kind,
             "version": self._version,
@@ -139,7 +180,8 @@ class NativeTrainer:
         return {"tensors": tensors, "state": state}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `snapshot` returned, read back. SnapshotError if it is of another model or objective."""
+        """Continue from what `snapshot` returned, read back; every rank is given the whole of it, whatever the number
+        of ranks that wrote it. SnapshotError if it is of another model or objective."""
         tensors, numbers = state["tensors"], state["state"]
         if numbers["objective"] != self._objective.kind:
             raise SnapshotError(
@@ -147,13 +189,14 @@ class NativeTrainer:
                 hint="resume with the config that the run was started with",
             )
         with contextlib.ExitStack() as stack:
+            stack.enter_context(self._group.guard("restore"))
             for component in self._tenancy.tiers():
                 if not component.endswith(".grads"):
                     stack.enter_context(self._tenancy.on_device(component))
             for learner in self._models.learners:
                 learner.restore(tensors, int(numbers["num_updates"][learner.name]))
             if self._reference is not None:
-                copy_in(self._reference.state_tensors(), tensors)
+                self._reference.restore(tensors)
         self._version, self._steps_done = int(numbers["version"]), int(numbers["steps_done"])
 
     # MemoryTenant ----------------------------------------------------------------------------------------------------
@@ -176,16 +219,29 @@ class NativeTrainer:
     def version(self) -> int:
         return self._version
 
-    @property
     def trained(self) -> tuple[Decoder, ScalarHead | None]:
-        """What an export holds: the actor, with its scalar head under objective rm."""
-        return self._models.actor.decoder, self._models.actor.head
+        """What an export holds: the actor, with its scalar head under objective rm. All ranks call it; where no rank
+        holds the weights whole, rank 0 gets a copy on the CPU, and the others a Decoder without contents."""
+        actor = self._models.actor
+        if not actor.split.shards_weights:
+            return actor.decoder, actor.head
+        keeps = self._group.rank == 0
+        copy = Decoder(actor.decoder.spec, device=torch.device("cpu" if keeps else "meta"), dtype=actor.dtype)
+        with self._group.guard("export"):
+            _, source = self.register()
+            assert isinstance(source, ShardSource)
+            source.gather_into(dict(copy.named_parameters()) if keeps else {})
+        return copy, actor.head
 
     def step_now(self, batch: TrainBatch) -> StepReport:
         """The body of `step`."""
+        with self._group.guard(f"step {batch.step}"):
+            return self._step(batch)
+
+    def _step(self, batch: TrainBatch) -> StepReport:
         self._tenancy.need("actor.", "critic.")
         self._clear_gradients()  # a step that was cut short may have left some
-        sequences, plan = self._complete(batch)
+        sequences, plan = self._evaluator.complete(batch)
         factor = learning_rate_factor(self._config, self._steps_done)
         totals, before = Totals(), self._version
         if not plan.updates:
@@ -193,7 +249,7 @@ class NativeTrainer:
         for epoch in range(self._config.epochs_per_batch):
             if epoch and len(plan.updates) > 1:
                 bare = self._planner.plan(sequences, batch.step, epoch)
-                plan = bare.with_columns(sequences, self._columns(sequences))
+                plan = bare.with_columns(sequences, self._evaluator.columns(sequences))
             for update in plan.updates:
                 self._update(update, factor, totals, batch.step)
         self._steps_done += 1
@@ -202,7 +258,7 @@ class NativeTrainer:
         return StepReport(
             step=batch.step,
             version=self._version,
-            metrics=totals.finish() | self._numbers(plan, factor),
+            metrics=totals.finish(self._group) | self._numbers(plan, factor),
             num_tokens=plan.num_tokens * self._config.epochs_per_batch,
             num_updates=self._version - before,
         )
@@ -210,7 +266,10 @@ class NativeTrainer:
     def _update(self, update: Update, factor: float, totals: Totals, step: int) -> None:
         """One optimiser update of every learner, or of none when a gradient is not finite."""
         found = collect_gradients(self._models, self._objective, update.chunks, update.denominator)
+        for learner in self._models.learners:
+            learner.optimizer.reduce()
         norms = {learner.name: learner.optimizer.grad_norm() for learner in self._models.learners}
+        self._group.check(f"update of step {step}")  # a sum over ranks that were lost looks like any other number
         if not all(math.isfinite(norm) for norm in norms.values()):
             totals.skip()
             self._emit("trainer.update_skipped", step=step, reason=f"gradient norm is {norms}")
@@ -235,7 +294,7 @@ class NativeTrainer:
 
     def _clear_gradients(self) -> None:
         for learner in self._models.learners:
-            learner.optimizer.zero_grad()
+            learner.clear()
 
     def _peak_rate(self, learner: str) -> float:
         critic_rate = self._config.critic_learning_rate
@@ -250,79 +309,25 @@ class NativeTrainer:
             "padding_share": plan.padding_share,
         }
 
-    def _complete(self, batch: TrainBatch) -> tuple[Sequence[TrainSequence], EpochPlan]:
-        """Compute the columns that the objective needs, the batch lacks and this trainer can give."""
-        sequences = batch.sequences
-        plan = self._planner.plan(sequences, batch.step, 0)
-        required = required_columns(self._objective)
-        wanted: dict[str, Which] = {"reference_logprobs": "reference"} if "reference_logprobs" in required else {}
-        updates_per_batch = len(plan.updates) * self._config.epochs_per_batch
-        if needs_old_logprobs(self._objective, updates_per_batch=updates_per_batch):
-            wanted["old_logprobs"] = "policy"
-        for column, which in wanted.items():
-            if any(column not in sequence.columns for sequence in sequences):
-                component = "reference" if which == "reference" and self._reference else "actor.params"
-                with self._tenancy.on_device(component):
-                    per_token = self._logprobs(which, sequences, plan)
-                sequences = tuple(
-                    replace(sequence, columns={**sequence.columns, column: values})
-                    for sequence, values in zip(sequences, per_token, strict=True)
-                )
-        check_columns(sequences, required, self._objective.kind)
-        return sequences, plan.with_columns(sequences, self._columns(sequences))
-
-    def _columns(self, sequences: Sequence[TrainSequence]) -> list[str]:
-        """Columns that chunks carry: what the objective requires, and old log-probs where there are some."""
-        has_old = all("old_logprobs" in sequence.columns for sequence in sequences)
-        return sorted(required_columns(self._objective) - {"loss_mask"}) + (["old_logprobs"] if has_old else [])
-
     # Evaluation, on the compute thread -------------------------------------------------------------------------------
 
     def evaluate_now(self, batch: TrainBatch, which: Which) -> Evaluation:
-        """The body of `evaluate`. Log-probs and values are packed as by the first epoch of `step`, so that equal
-        weights give equal bits."""
-        sequences = batch.sequences
-        if which == "reward":
-            return Evaluation(which=which, per_sequence=self._scores(sequences))
-        plan = self._planner.plan(sequences, batch.step, 0)
-        if which != "critic":
-            return Evaluation(which=which, per_token=self._logprobs(which, sequences, plan))
-        critic = self._models.critic
-        assert critic is not None and critic.head is not None, f"objective {self._objective.kind} has no critic"
-        self._tenancy.need("critic.params")
-        values, last_values = values_of(critic.decoder, critic.head, sequences, plan.chunks)
-        return Evaluation(which=which, per_token=values, per_sequence=last_values)
+        """The body of `evaluate`."""
+        with self._group.guard(f"evaluation of '{which}'"):
+            return self._evaluator.evaluate(batch, which)
 
-    def _logprobs(self, which: Which, sequences: Sequence[TrainSequence], plan: EpochPlan) -> tuple[np.ndarray, ...]:
-        if which == "policy":
-            self._tenancy.need("actor.params")
-            return logprobs_of(self._models.actor.decoder, sequences, plan.chunks)
-        if self._reference is None:
-            raise ConfigError(
-                f"objective '{self._objective.kind}' has no reference model (trainer.reference = "
-                f"'{self._config.reference}'), and its log-probs were asked for",
-                hint="set trainer.reference = 'initial', or give each sequence a column reference_logprobs",
-            )
-        self._tenancy.need("reference")
-        return logprobs_of(self._reference.decoder, sequences, plan.chunks)
-
-    def _scores(self, sequences: Sequence[TrainSequence]) -> np.ndarray:
-        """Ask the reward model that was given, or else the one that is being trained."""
-        actor = self._models.actor
-        decoder, head = self._reward_model or (actor.decoder, actor.head)
-        assert head is not None, "this trainer was given no reward model"
-        self._tenancy.need("reward" if self._reward_model else "actor.params")
-        chunks = self._planner.whole(sequences, decoder.spec.vocab_size)
-        return scores_of(decoder, head, len(sequences), chunks)
-
-    def _state_tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Everything that a snapshot holds, by component."""
-        parts: dict[str, dict[str, Tensor]] = {}
+    def _whole_tensors(self, take: Take | None) -> dict[str, Tensor]:
+        """Everything that a snapshot holds, on rank 0."""
+        tensors: dict[str, Tensor] = {}
         for learner in self._models.learners:
-            parts |= learner.state_tensors()
+            copies: dict[str, Tensor] = {}
+            for component, parts in learner.state_tensors().items():
+                copies |= self._tenancy.copies(component, parts, take)
+            tensors |= learner.whole_state(copies)
         if self._reference is not None:
-            parts["reference"] = self._reference.state_tensors()
-        return parts
+            copies = self._tenancy.copies("reference", self._reference.state_tensors(), take)
+            tensors |= self._reference.whole_state(copies)
+        return tensors
 
     def _close(self) -> None:
         for learner in self._models.learners:
@@ -332,9 +337,8 @@ class NativeTrainer:
                 self._tenancy.remove(name)
 
 
-def _make_critic(actor: Decoder, critic: ScoredModel | None, config: TrainerConfig) -> Learner:
-    """Take the critic given, or start one from the actor's weights with a head that says 0."""
-    if critic is None:
-        trunk = frozen_copy(actor).requires_grad_(True)
-        critic = (trunk, ScalarHead(actor.spec.hidden_size, device=actor.device))
-    return Learner("critic", *critic, config)
+def _critic_model(actor: Decoder, critic: ScoredModel | None) -> ScoredModel:
+    """The critic given, or one made of the actor's weights with a head that says 0."""
+    if critic is not None:
+        return critic
+    return frozen_copy(actor).requires_grad_(True), ScalarHead(actor.spec.hidden_size, device=actor.device)

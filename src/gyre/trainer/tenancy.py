@@ -12,6 +12,7 @@ from gyre.core.records import Tier
 from gyre.models.decoder import Decoder
 from gyre.models.heads import ScalarHead
 from gyre.trainer.learner import Learner
+from gyre.trainer.parallelise import local_tensors
 from gyre.trainer.reference import Reference, frozen_pool
 from gyre.vram.pools import PoolTenant
 
@@ -33,7 +34,7 @@ class Tenancy(PoolTenant):
             self.add(reference.pool(disk_folder))
         if reward_model is not None:
             decoder, head = reward_model
-            tensors = {name: parameter.detach() for name, parameter in decoder.named_parameters()}
+            tensors = local_tensors(decoder)
             tensors["scalar_head"] = head.weight.detach()
             self.add(frozen_pool("reward", tensors, decoder.device, disk_folder))
 

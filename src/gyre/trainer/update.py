@@ -14,17 +14,20 @@ import torch
 from torch import Tensor
 
 from gyre.objectives.api import AnyObjective, LossInputs, add_sums, finish_sums, loss_sum, trains_scores
+from gyre.parallel.group import Group
 from gyre.trainer.chunk import Chunk
 from gyre.trainer.learner import Learner
-from gyre.trainer.passes import chunk_logprobs, chunk_scores, chunk_values
+from gyre.trainer.parallelise import is_sharded
+from gyre.trainer.passes import ChunkLogprobs, chunk_logprobs, chunk_scores, chunk_values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Models:
-    """Who learns in this run."""
+    """Who learns in this run, and how the actor's log-probs are computed."""
 
     actor: Learner
     critic: Learner | None = None
+    logprobs: ChunkLogprobs = chunk_logprobs
 
     @property
     def learners(self) -> tuple[Learner, ...]:
@@ -58,10 +61,18 @@ class Totals:
         """Count an update that was left out because a gradient was not finite."""
         self._skipped += 1
 
-    def finish(self) -> dict[str, float]:
-        metrics = finish_sums(self._sums) | {"skipped_updates": float(self._skipped)}
-        if self._gaps:
-            metrics["logprob_gap_max"] = max(float(gap) for gap in self._gaps)
+    def finish(self, group: Group) -> dict[str, float]:
+        """Metrics over all ranks, the same on each."""
+        gap = max((float(gap) for gap in self._gaps), default=-1.0)
+        sums = self._sums
+        if group.size > 1:
+            shared = group.share({"gap": gap, "sums": {name: pair.tolist() for name, pair in sums.items()}})
+            gap, sums = max(one["gap"] for one in shared), {}
+            for one in shared:
+                sums = add_sums(sums, {name: torch.tensor(p, dtype=torch.float64) for name, p in one["sums"].items()})
+        metrics = finish_sums(sums) | {"skipped_updates": float(self._skipped)}
+        if gap >= 0.0:
+            metrics["logprob_gap_max"] = gap
         for learner in self._norms[0] if self._norms else ():
             name = "grad_norm" if learner == "actor" else f"{learner}_grad_norm"
             metrics[name] = sum(norms[learner] for norms in self._norms) / len(self._norms)
@@ -73,21 +84,38 @@ def collect_gradients(models: Models, objective: AnyObjective, chunks: Sequence[
     assert denominator > 0.0
     found = Found()
     actor, critic = models.actor, models.critic
-    for chunk in chunks:
+    for index, chunk in enumerate(chunks):
+        for learner in models.learners:
+            learner.begin_chunk(last=index == len(chunks) - 1)
+        if not chunk.members:
+            _keep_in_step(models, objective, chunk)
+            continue
         inputs = _inputs(chunk)
         if trains_scores(objective):
             assert actor.head is not None
-            inputs = replace(inputs, scores_S=chunk_scores(actor.decoder, actor.head, chunk))
+            inputs = replace(inputs, scores_S=chunk_scores(actor.decoder, actor.head, chunk, actor.checkpointing))
         else:
-            logprobs_N, entropy_N = chunk_logprobs(actor.decoder, chunk)
+            logprobs_N, entropy_N = models.logprobs(actor.decoder, chunk)
             inputs = replace(inputs, logprobs_N=logprobs_N, entropy_N=entropy_N)
             _note_gap(inputs, logprobs_N.detach(), found)
         _backward(objective, inputs, denominator, found)
         if critic is not None:
             assert critic.head is not None
-            values_N = chunk_values(critic.decoder, critic.head, chunk)
+            values_N = chunk_values(critic.decoder, critic.head, chunk, critic.checkpointing)
             _backward(objective, replace(_inputs(chunk), values_N=values_N), denominator, found)
     return found
+
+
+def _keep_in_step(models: Models, objective: AnyObjective, chunk: Chunk) -> None:
+    """Pass through the layers that are gathered for all ranks, with a gradient of zero."""
+    for learner in models.learners:
+        if not is_sharded(learner.decoder):
+            continue
+        if learner.head is None:
+            outputs = chunk_logprobs(learner.decoder, chunk)[0]
+        else:
+            outputs = (chunk_scores if trains_scores(objective) else chunk_values)(learner.decoder, learner.head, chunk)
+        (outputs.sum() * 0.0).backward()
 
 
 def _inputs(chunk: Chunk) -> LossInputs:

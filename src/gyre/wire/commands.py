@@ -22,6 +22,7 @@ from gyre.wire.folders import make_run_folder
 from gyre.wire.make import (
     Emit,
     accuracy_part,
+    check_invariant,
     dtype_name,
     load_policy,
     make_engine,
@@ -117,12 +118,13 @@ def plan(config: RunConfig) -> dict[str, Any]:
     machine = make_machine(config)
     machine.compute.shutdown()
     spec, stages = read_stages(config)
-    plans = {
-        stage.name: plan_run(
+    plans = {}
+    for stage, data in stages:
+        made = plan_run(
             config, stage, spec, data, dtype=dtype_name(machine), folder=Path(config.run.folder) / config.run.name
         )
-        for stage, data in stages
-    }
+        check_invariant(config, stage, spec, machine, made.page_tokens)
+        plans[stage.name] = made
     return {
         "text": "\n".join(f"== {name} ==\n\n{explain(made)}" for name, made in plans.items()),
         "stages": {name: json.loads(made.to_json()) for name, made in plans.items()},

@@ -35,6 +35,7 @@ from gyre.wire.goal import judge_goal
 from gyre.wire.make import (
     Policy,
     accuracy_part,
+    check_invariant,
     dtype_name,
     find_reward_model,
     make_machine,
@@ -172,7 +173,7 @@ class Run:
             loop = built.loop(stage, parts)
             progress = await loop.run(progress)
             version = trainer.version
-            _, self._head = trainer.trained
+            _, self._head = trainer.trained()
         finally:
             await built.close()
         self._emit("stage.done", stage=stage.name, step=progress.step, version=version)
@@ -188,6 +189,7 @@ class Run:
             config = config.model_copy(update={"engine": config.engine.model_copy(update={"num_pages": pages})})
         dtype = dtype_name(self._machine)
         plan = plan_run(config, stage, policy.spec, data, dtype=dtype, folder=self._folder)
+        check_invariant(config, stage, policy.spec, self._machine, plan.page_tokens)
         aside = path.with_suffix(".partial")
         aside.write_text(plan.to_json(), encoding="utf-8")
         aside.replace(path)

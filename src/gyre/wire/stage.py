@@ -23,6 +23,7 @@ from gyre.rewards.score import RuleScorer
 from gyre.runconfig import RunConfig
 from gyre.trainer.background import BackgroundSnapshots
 from gyre.trainer.native import NativeTrainer
+from gyre.trainer.passes import ChunkLogprobs, chunk_logprobs
 from gyre.trainer.snapshot import SnapshotStore
 from gyre.vram.config import MemoryConfig
 from gyre.vram.manager import MemoryManager
@@ -38,7 +39,7 @@ from gyre.wire.make import (
     make_scorer,
 )
 from gyre.wire.order import MAIN
-from gyre.wire.stages import Stage, StageData
+from gyre.wire.stages import Stage, StageData, trains_invariant
 
 
 class Built:
@@ -66,8 +67,18 @@ class Built:
             version=version,
             shared=True,
             disk_folder=self._disk_folder(),
+            logprobs=self._logprobs(stage),
+            parallel=self._config.parallel,
         )
         return self._trainer
+
+    def _logprobs(self, stage: Stage) -> ChunkLogprobs:
+        """The engine's own kernels in batch-invariant mode, which `check_invariant` has found able."""
+        if not trains_invariant(self._config, stage):
+            return chunk_logprobs
+        from gyre.trainer.invariant import InvariantLogprobs  # here, since a CPU has no Triton
+
+        return InvariantLogprobs(page_tokens=self._plan.page_tokens)
 
     async def parts(
         self,

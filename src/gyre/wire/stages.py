@@ -77,6 +77,7 @@ def plan_stages(config: RunConfig, wanted: str) -> list[Stage]:
             warmup_steps=cold.warmup_steps,
             final_learning_rate_fraction=0.1,
             tokens_per_chunk=config.trainer.tokens_per_chunk,
+            checkpointing=config.trainer.checkpointing,
         ),
         data=config.cold_start_data or config.data,
         records_per_step=cold.examples_per_step,
@@ -88,6 +89,11 @@ def uses_engine(config: RunConfig, objective: AnyObjective) -> bool:
     """Online objectives generate to learn; the others generate only to be judged by rewards."""
     judged = bool(config.eval.num_problems and config.rewards.parts) and not trains_scores(objective)
     return needs_rollouts(objective) or judged
+
+
+def trains_invariant(config: RunConfig, stage: Stage) -> bool:
+    """Whether the trainer must give the engine's log-probs to the bit."""
+    return config.engine.batch_invariant and needs_rollouts(stage.objective)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,6 +215,7 @@ def read_inputs(
         max_completion_tokens=config.rollout.max_tokens if online else 0,
         sequences_per_update=stage.trainer.sequences_per_update or None,
         tokens_per_chunk=stage.trainer.tokens_per_chunk,
+        checkpointing=stage.trainer.checkpointing,
         epochs_per_batch=stage.trainer.epochs_per_batch,
         critic=needs_critic(stage.objective),
         reference=needs_reference(stage.objective) and stage.trainer.reference == "initial",
@@ -218,6 +225,7 @@ def read_inputs(
         threads=config.run.threads or None,
         page_tokens=config.engine.page_tokens or None,
         kv_pages=config.engine.num_pages or None,
+        kv_host_bytes=config.engine.kv_host_bytes,
         max_running=config.engine.max_running,
         engine_tokens_per_step=config.engine.token_budget,
         residency=None if memory.residency == "auto" else memory.residency,

@@ -1,0 +1,1 @@
+"""Ranks that work as one: groups, meshes, and how a process joins them."""

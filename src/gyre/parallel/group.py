@@ -1,0 +1,177 @@
+"""Group: ranks that compute as one. In: flat tensors. Out: sums, slices and joins of them over the ranks, or a
+RankError that names collective, group and rank. Callers: trainer, weights; `parallel.start` makes the first one.
+
+A group of one, `alone()`, does nothing and needs no torch.distributed. Every collective has the deadline that the group
+was joined with; what a rank that fails does to the others is `parallel.faults`.
+"""
+
+# N numbers of a flat tensor, S ranks of the group
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gyre.core.errors import RankError
+from gyre.parallel.faults import FaultBoard
+
+OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+LOST = ("gloo", "NCCL", "nccl", "ProcessGroup", "onnection", "imed out", "imeout", "abort")
+
+
+class Group:
+    """`rank` of `size`. Every rank calls the same methods in the same order, with tensors of the same size."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        rank: int,
+        size: int,
+        device: torch.device,
+        process_group: dist.ProcessGroup | None = None,
+        board: FaultBoard | None = None,
+    ) -> None:
+        self.name, self.rank, self.size, self.device = name, rank, size, device
+        self._group, self._board = process_group, board
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        assert self._group is not None, "one process alone has no process group"
+        return self._group
+
+    def part(self, name: str, process_group: dist.ProcessGroup) -> Group:
+        """Some of these ranks as a group of their own, under the same fault board."""
+        return Group(
+            name=name,
+            rank=process_group.rank(),
+            size=process_group.size(),
+            device=self.device,
+            process_group=process_group,
+            board=self._board,
+        )
+
+    def all_reduce(self, x_N: Tensor, op: Literal["sum", "max"] = "sum") -> None:
+        """Sum (or largest) over the ranks, in place."""
+        if self.size > 1:
+            self._run("all_reduce", lambda: dist.all_reduce(x_N, OPS[op], group=self._group, async_op=True))
+
+    def reduce_scatter(self, x_SN: Tensor) -> Tensor:
+        """Make this rank's slice of `x_SN` the sum of all ranks' slices there, and return it; the rest is scratch."""
+        step = len(x_SN) // self.size
+        own_N = x_SN[self.rank * step : (self.rank + 1) * step]
+        if self.size == 1:
+            return own_N
+        # NCCL writes over its input where the slice lies; gloo needs another place.
+        out_N = own_N if x_SN.device.type == "cuda" else torch.empty_like(own_N)
+        self._run("reduce_scatter", lambda: dist.reduce_scatter_tensor(out_N, x_SN, group=self._group, async_op=True))
+        return own_N if out_N is own_N else own_N.copy_(out_N)
+
+    def all_gather(self, x_SN: Tensor, own_N: Tensor) -> None:
+        """Every rank's numbers, one after the other; `own_N` may be this rank's slice of `x_SN`."""
+        if self.size == 1:
+            x_SN.copy_(own_N)
+            return
+        self._run("all_gather", lambda: dist.all_gather_into_tensor(x_SN, own_N, group=self._group, async_op=True))
+
+    def broadcast(self, x_N: Tensor, source: int) -> None:
+        """Rank `source`'s numbers to all, in place."""
+        if self.size > 1:
+            self._run("broadcast", lambda: dist.broadcast(x_N, group=self._group, group_src=source, async_op=True))
+
+    def barrier(self) -> None:
+        """Return when every rank is here."""
+        if self.size > 1:
+            self.all_reduce(here := torch.zeros(1, device=self.device))
+            here.cpu()  # on a GPU the collective itself is only queued
+
+    def share(self, value: Any) -> list[Any]:
+        """Every rank's JSON-able value, by rank. For small things."""
+        if self.size == 1:
+            return [value]
+        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        lengths = torch.zeros(self.size, dtype=torch.int64, device=self.device)
+        self.all_gather(lengths, torch.tensor([len(text)], device=self.device))
+        longest = int(lengths.max())
+        padded, joined = (torch.zeros(n, dtype=torch.uint8, device=self.device) for n in (longest, longest * self.size))
+        padded[: len(text)] = text.to(self.device)
+        self.all_gather(joined, padded)
+        rows = joined.view(self.size, longest).cpu()
+        return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, lengths.tolist(), strict=True)]
+
+    @contextlib.contextmanager
+    def guard(self, what: str) -> Iterator[None]:
+        """Around an operation of all ranks: one that fails ends it on all, with an error that names the rank."""
+        if self._board is None:
+            yield
+            return
+        self._board.enter()
+        try:
+            self.check(what)
+            yield
+            self.check(what)
+        except BaseException as error:
+            raise self._verdict(what, error) from error
+        finally:
+            self._board.leave()
+
+    @property
+    def is_broken(self) -> bool:
+        return self._board is not None and bool(self._board.broken)
+
+    def close(self) -> None:
+        """End what watches over the group."""
+        if self._board is not None:
+            self._board.close()
+
+    def check(self, what: str) -> None:
+        """Raise if a rank was lost. Results that came after that are worth nothing."""
+        if self._board is not None and self._board.broken:
+            raise _Lost(f"{what}: {self._board.broken}")
+
+    def _run(self, what: str, start: Callable[[], dist.Work | None]) -> None:
+        self.check(what)
+        try:
+            work = start()
+            if work is not None:
+                work.wait()
+        except RuntimeError as error:
+            raise _Lost(f"{what} in group '{self.name}' ({self.size} ranks): {str(error).splitlines()[0]}") from error
+
+    def _verdict(self, what: str, error: BaseException) -> BaseException:
+        """The error to raise here: this rank's own, or one that names the rank which broke the operation."""
+        assert self._board is not None
+        own = not _is_lost(error)
+        text = f"{type(error).__name__}: {error}" if own else str(error)
+        with contextlib.suppress(RuntimeError):  # the store may be what was lost
+            self._board.report(text[:2000], own=own)
+        if own:
+            return error
+        culprit = self._board.blame()
+        self._board.break_off(culprit)
+        return RankError(
+            f"{what} ended on rank {self.rank}: {culprit}",
+            hint=f"start the ranks again from the last snapshot; this rank saw: {text[:300]}",
+        )
+
+
+class _Lost(RuntimeError):
+    """A collective that did not come to its end."""
+
+
+def _is_lost(error: BaseException) -> bool:
+    """Whether a collective failed, ours or one inside torch, and so the cause lies elsewhere."""
+    if isinstance(error, _Lost | dist.DistError):
+        return True
+    return type(error) is RuntimeError and any(word in str(error) for word in LOST)
+
+
+def alone(device: torch.device | None = None) -> Group:
+    """The group of a process that works by itself."""
+    return Group(name="alone", rank=0, size=1, device=device or torch.device("cpu"))

@@ -1,0 +1,170 @@
+"""Sharded AdamW: each rank updates a part. In: parameters, whole (ZeRO-1) or sharded by FSDP2 (ZeRO-2, 3). Out: new
+weights on all ranks. Caller: trainer.learner.
+
+Parameters whose dtype is not the trunk's (a float32 scalar head on a bfloat16 decoder) are a few numbers: every rank
+holds and updates them.
+"""
+
+# N numbers of a flat buffer, S ranks of the shard group
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from gyre.trainer.optim import AdamW, Span, views
+from gyre.trainer.parallelise import local_part
+from gyre.weights.shards import ALIGN, align, row_layout, slice_layout
+
+
+class SlicedOptimizer(AdamW):
+    """ZeRO-1: compute weights and gradients whole and flat, each rank of `mesh.shard` owns a slice of master weights
+    and moments. Gradients are reduce-scattered once per update, new weights gathered in place."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], **settings) -> None:
+        super().__init__(parameters, **settings)
+        self.dtype = next(iter(self.parameters.values())).dtype
+        apart = [name for name, parameter in self.parameters.items() if parameter.dtype != self.dtype]
+        assert list(self.parameters)[len(self.parameters) - len(apart) :] == apart, "they must lie at the end"
+        assert not any(self.decays[name] for name in apart), apart
+        size = min((self.starts[name] for name in apart), default=self.file_size)
+        shard, self._apart = self.mesh.shard, apart
+        self.layout = slice_layout(
+            self.shapes, self.starts, align(size, shard.size * ALIGN), num_ranks=shard.size, replicated=frozenset(apart)
+        )
+        tail = sum(align(math.prod(self.shapes[name])) for name in apart)
+        self._slice = self.layout.size - tail  # numbers
+        self._whole = self._slice * shard.size
+        self._low = self._slice * shard.rank
+        self.master_is_compute = self.dtype == torch.float32
+        self.grad_N = self.buffer(self._whole + tail)
+        self.exp_avg_N, self.exp_avg_sq_N = self.buffer(self.layout.size), self.buffer(self.layout.size)
+        self.compute_N = torch.zeros(self._whole, dtype=self.dtype, device=self.device)
+        self.master_N = self.compute_N if self.master_is_compute else self.buffer(self.layout.size)
+        self._masters = self.runs(self._own_master_N())
+        self._take_over()
+        at = dict(self.starts) | {name: self._whole + self._tail_of(name) for name in apart}
+        self.hook(views(self.grad_N, at, self.shapes))
+
+    @torch.no_grad()
+    def _take_over(self) -> None:
+        """Move the parameters into the flat buffer; copy what this rank owns into its masters."""
+        trunk = {name: shape for name, shape in self.shapes.items() if name not in self._apart}
+        homes = views(self.compute_N, self.starts, trunk)
+        for name, home in homes.items():
+            home.copy_(self.parameters[name])
+            self.parameters[name].data = home
+        for name, master in self.masters().items():
+            place = self.places[name]
+            master.copy_(self.parameters[name].detach().view(-1)[place.start : place.stop])
+
+    def _tail_of(self, name: str) -> int:
+        return self.layout.ranks[0][name].at - self._slice
+
+    def _own_master_N(self) -> Tensor:
+        """This rank's slice of the master weights, and what every rank holds after it."""
+        return self.master_N[self._low : self._low + self._slice] if self.master_is_compute else self.master_N
+
+    def masters(self) -> dict[str, Tensor]:
+        return self._masters
+
+    def spans(self) -> Iterator[Span]:
+        weight_N = self._own_master_N()
+        decay_stop = min(max(self.decay_stop - self._low, 0), self._slice)
+        at_grad = (self._low, self._low, self._whole - self._slice)  # of what lies at 0 in the moments
+        runs = ((0, decay_stop), (decay_stop, self._slice), (self._slice, self.layout.size))
+        for index, ((first, last), shift) in enumerate(zip(runs, at_grad, strict=True)):
+            if first < last:
+                yield Span(
+                    weight_N=weight_N[first:last],
+                    grad_N=self.grad_N[first + shift : last + shift],
+                    exp_avg_N=self.exp_avg_N[first:last],
+                    exp_avg_sq_N=self.exp_avg_sq_N[first:last],
+                    decays=index == 0,
+                )
+
+    def reduce(self) -> None:
+        own_N = self.mesh.shard.reduce_scatter(self.grad_N[: self._whole])
+        self.mesh.replica.all_reduce(own_N)
+        if self._apart:
+            self.mesh.world.all_reduce(self.grad_N[self._whole :])
+
+    def squared_norm(self) -> Tensor:
+        own_N, tail_N = self.grad_N[self._low : self._low + self._slice], self.grad_N[self._whole :]
+        found = torch.linalg.vector_norm(own_N).double().square().view(1)
+        self.mesh.shard.all_reduce(found)
+        return found + torch.linalg.vector_norm(tail_N).double().square()
+
+    @torch.no_grad()
+    def refresh_compute(self) -> None:
+        own_N = self.compute_N[self._low : self._low + self._slice]
+        if not self.master_is_compute:
+            own_N.copy_(self.master_N[: self._slice])
+        self.mesh.shard.all_gather(self.compute_N, own_N)
+        for name in self._apart:
+            self.parameters[name].copy_(self.masters()[name].view(self.shapes[name]))
+        self.zero_grad()  # of what other ranks own, too
+
+    def compute_tensors(self) -> dict[str, Tensor]:
+        tensors: dict[str, Tensor] = {"compute": self.compute_N, **self.parameters}
+        if self.master_is_compute:
+            tensors |= {f"master.{name}": view for name, view in self._masters.items()}
+        return tensors
+
+    def master_tensors(self) -> dict[str, Tensor]:
+        return {} if self.master_is_compute else {"master": self.master_N}
+
+
+class RowOptimizer(AdamW):
+    """ZeRO-2 and 3: parameters are FSDP2's shards by rows, float32, and are the master weights. FSDP sums gradients
+    over `mesh.shard` as backward goes; `reduce` sums over replicas."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], **settings) -> None:
+        super().__init__(parameters, **settings)
+        self._apart = [name for name, p in self.parameters.items() if not isinstance(p, DTensor)]
+        shard = self.mesh.shard
+        self.layout = row_layout(self.shapes, num_ranks=shard.size, replicated=frozenset(self._apart))
+        self._cut = self.places[self._apart[0]].at if self._apart else self.layout.size  # they lie at the end
+        for name, master in self.masters().items():
+            place = self.places[name]
+            assert master.dtype == torch.float32 and len(master) == place.stop - place.start, name
+        self.grad_N, self.exp_avg_N, self.exp_avg_sq_N = (self.buffer(self.layout.size) for _ in range(3))
+        grads = self.runs(self.grad_N)
+        self.hook({name: grads[name].view(local_part(p).shape) for name, p in self.parameters.items()})
+
+    def masters(self) -> dict[str, Tensor]:
+        return {name: local_part(parameter).view(-1) for name, parameter in self.parameters.items()}
+
+    def spans(self) -> Iterator[Span]:
+        grads, exp_avgs, exp_avg_sqs = (self.runs(flat) for flat in (self.grad_N, self.exp_avg_N, self.exp_avg_sq_N))
+        for name, master_N in self.masters().items():
+            yield Span(
+                weight_N=master_N,
+                grad_N=grads[name],
+                exp_avg_N=exp_avgs[name],
+                exp_avg_sq_N=exp_avg_sqs[name],
+                decays=self.decays[name],
+            )
+
+    def reduce(self) -> None:
+        if self._apart:
+            self.mesh.shard.all_reduce(self.grad_N[self._cut :])
+        self.mesh.replica.all_reduce(self.grad_N)
+
+    def squared_norm(self) -> Tensor:
+        found = torch.linalg.vector_norm(self.grad_N[: self._cut]).double().square().view(1)
+        self.mesh.shard.all_reduce(found)
+        return found + torch.linalg.vector_norm(self.grad_N[self._cut :]).double().square()
+
+    def refresh_compute(self) -> None:
+        """Nothing to do: weights are gathered from the masters."""
+
+    def compute_tensors(self) -> dict[str, Tensor]:
+        return {name: local_part(parameter) for name, parameter in self.parameters.items()}
+
+    def master_tensors(self) -> dict[str, Tensor]:
+        return {}

@@ -1,0 +1,133 @@
+"""Shards: which numbers of each tensor each rank of a group holds. In: shapes, a number of ranks. Out: a ShardLayout,
+and the plan by which whole tensors come back from it in pieces of bounded size. Pure. Callers: weights.gather, trainer.
+
+A rank keeps its numbers in one flat buffer. A shard is always a run of the row-major tensor, so any two layouts of a
+tensor are joined by cutting runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+ALIGN = 16  # numbers; every tensor of a flat buffer starts on a 64-byte line of float32
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A rank's run of one tensor."""
+
+    start: int  # numbers of the row-major tensor: [start, stop)
+    stop: int
+    at: int  # where the run begins in the rank's flat buffer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardLayout:
+    """Who holds what. Tensors that are not sharded have the same whole Place on every rank."""
+
+    shapes: Mapping[str, Shape]
+    ranks: tuple[Mapping[str, Place], ...]
+    size: int  # numbers of a rank's flat buffer, alike on all ranks
+
+    def of(self, names: Collection[str]) -> ShardLayout:
+        """The layout of some of the tensors, in the same buffers."""
+        return ShardLayout(
+            shapes={name: self.shapes[name] for name in names},
+            ranks=tuple({name: places[name] for name in names} for places in self.ranks),
+            size=self.size,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Landing:
+    """Numbers of a bucket that belong to a tensor."""
+
+    rank: int
+    name: str
+    start: int  # numbers of the row-major tensor
+    stop: int
+    offset: int  # within what the rank sends
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatherBucket:
+    """The same run of every rank's flat buffer, and where it lands."""
+
+    size: int  # numbers that each rank sends
+    landings: tuple[Landing, ...]
+
+
+def align(numbers: int, unit: int = ALIGN) -> int:
+    return -(-numbers // unit) * unit
+
+
+def whole_layout(shapes: Mapping[str, Shape], starts: Mapping[str, int], size: int) -> ShardLayout:
+    """One rank that holds everything, at the given starts."""
+    places = {name: Place(start=0, stop=math.prod(shape), at=starts[name]) for name, shape in shapes.items()}
+    return ShardLayout(shapes=dict(shapes), ranks=(places,), size=size)
+
+
+def row_layout(shapes: Mapping[str, Shape], *, num_ranks: int, replicated: frozenset[str] = frozenset()) -> ShardLayout:
+    """Each tensor cut by its rows into runs of ceil(rows / ranks), as FSDP2 cuts; the last ranks may hold less."""
+    ranks: list[dict[str, Place]] = [{} for _ in range(num_ranks)]
+    at = 0
+    for name, shape in shapes.items():
+        count = math.prod(shape)
+        step = count if name in replicated else -(-shape[0] // num_ranks) * math.prod(shape[1:])
+        for rank, places in enumerate(ranks):
+            first = 0 if name in replicated else min(count, rank * step)
+            places[name] = Place(start=first, stop=min(count, first + step), at=at)
+        at += align(step)
+    return ShardLayout(shapes=dict(shapes), ranks=tuple(ranks), size=at)
+
+
+def slice_layout(
+    shapes: Mapping[str, Shape], starts: Mapping[str, int], size: int, *, num_ranks: int, replicated: frozenset[str]
+) -> ShardLayout:
+    """One flat buffer of `size` numbers, in which the tensors have their starts, cut into equal slices; `replicated`
+    ones follow each rank's slice."""
+    assert size % (num_ranks * ALIGN) == 0
+    step = size // num_ranks
+    ranks = []
+    for rank in range(num_ranks):
+        low, high = rank * step, (rank + 1) * step
+        places, tail = {}, step
+        for name, shape in shapes.items():
+            count = math.prod(shape)
+            if name in replicated:
+                places[name] = Place(start=0, stop=count, at=tail)
+                tail += align(count)
+                continue
+            first = min(max(low - starts[name], 0), count)
+            last = max(first, min(high - starts[name], count))
+            places[name] = Place(start=first, stop=last, at=max(0, starts[name] + first - low) if last > first else 0)
+        ranks.append(places)
+    tail_size = sum(align(math.prod(shapes[name])) for name in replicated)
+    return ShardLayout(shapes=dict(shapes), ranks=tuple(ranks), size=step + tail_size)
+
+
+def plan_gather(layout: ShardLayout, *, numbers_per_bucket: int) -> tuple[GatherBucket, ...]:
+    """Cut the ranks' flat buffers into runs, so that a bucket of all ranks holds at most about `numbers_per_bucket`.
+    Tensors that are not sharded land once, from rank 0."""
+    step = max(ALIGN, numbers_per_bucket // len(layout.ranks))
+    buckets = []
+    for low in range(0, layout.size, step):
+        high = min(layout.size, low + step)
+        landings = []
+        for rank, places in enumerate(layout.ranks):
+            for name, place in places.items():
+                if rank and place == layout.ranks[0][name]:
+                    continue  # the same whole tensor, or nothing at all
+                first = max(low, place.at)
+                last = min(high, place.at + place.stop - place.start)
+                if first < last:
+                    shift = place.start - place.at
+                    landings.append(
+                        Landing(rank=rank, name=name, start=first + shift, stop=last + shift, offset=first - low)
+                    )
+        if landings:
+            buckets.append(GatherBucket(size=high - low, landings=tuple(landings)))
+    return tuple(buckets)

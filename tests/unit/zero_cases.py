@@ -1,0 +1,236 @@
+"""Cases for trainers on several ranks; functions here run in rank processes (rank_pool), or in the test's own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from trainer_cases import SPEC, make_batch, make_trainer
+
+from gyre.core.records import StepReport, TrainBatch, Which
+from gyre.models.decoder import Decoder
+from gyre.models.heads import ScalarHead
+from gyre.models.init import init_weights
+from gyre.parallel.config import ParallelConfig
+from gyre.parallel.group import Group, alone
+from gyre.trainer.native import NativeTrainer
+from gyre.trainer.optim_sharded import SlicedOptimizer
+from gyre.trainer.resharding import join
+from gyre.trainer.update import collect_gradients
+from gyre.weights.gather import ShardSource
+
+# No size divides by 4: shards are uneven, and the last rank has no row of some tensors.
+ODD = replace(SPEC, vocab_size=50, mlp_size=23, tied=False, qkv_bias=True, num_layers=3, head_dim=10, hidden_size=18)
+SPECS = {"tied": SPEC, "odd": ODD}
+LAYOUTS = {
+    "zero0": ParallelConfig(zero=0),
+    "zero1": ParallelConfig(zero=1),
+    "zero2": ParallelConfig(zero=2),
+    "zero3": ParallelConfig(zero=3),
+    "zero3_once": ParallelConfig(zero=3, sum_gradients="update"),
+    "hybrid1": ParallelConfig(zero=1, shard_ranks=2),
+    "hybrid3": ParallelConfig(zero=3, shard_ranks=2),
+    "mixed": ParallelConfig.model_validate(
+        {"zero": 1, "critic": {"zero": 3}, "reference": {"zero": 2, "shard_ranks": 2}, "reward": {"zero": 3}}
+    ),
+}
+
+
+def decoder_on(device: torch.device, dtype: torch.dtype, *, spec: str, seed: int = 0) -> Decoder:
+    decoder = Decoder(SPECS[spec], device=device, dtype=dtype)
+    init_weights(decoder, seed)
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            if not name.endswith("norm.weight"):
+                parameter.mul_(3.0)
+    return decoder
+
+
+def scored_model(device: torch.device, dtype: torch.dtype, *, spec: str, seed: int) -> tuple[Decoder, ScalarHead]:
+    head = ScalarHead(SPECS[spec].hidden_size, device=device)
+    with torch.no_grad():
+        head.weight.copy_(torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(seed)))
+    return decoder_on(device, dtype, spec=spec, seed=seed), head
+
+
+def trainer_on(
+    group: Group | None,
+    kind: str,
+    *,
+    layout: str = "zero0",
+    spec: str = "tied",
+    dtype: str = "float32",
+    **settings: Any,
+) -> NativeTrainer:
+    """A trainer whose heads are not zero, so that all paths matter."""
+    group, kept = group or alone(), getattr(torch, dtype)
+    extra: dict[str, Any] = {"reward_model": scored_model(group.device, kept, spec=spec, seed=7)}
+    if kind == "ppo":
+        extra["critic"] = scored_model(group.device, kept, spec=spec, seed=3)
+    if kind == "rm":
+        extra["head"] = scored_model(group.device, kept, spec=spec, seed=5)[1]
+    decoder = decoder_on(group.device, kept, spec=spec)
+    settings = {"learning_rate": 1e-3, **settings}
+    return make_trainer(kind, decoder=decoder, group=group, parallel=LAYOUTS[layout], **extra, **settings)
+
+
+def batch_for(num_sequences: int, seed: int) -> TrainBatch:
+    """A batch that brings reference log-probs of another model, so that KL and DPO have a gradient."""
+    batch, rng = make_batch(num_sequences, seed=seed, step=seed), np.random.default_rng(seed + 100)
+    sequences = []
+    for sequence in batch.sequences:
+        values = np.where(sequence.columns["loss_mask"], rng.normal(-3.8, 0.3, len(sequence.tokens)), 0.0)
+        columns = {**sequence.columns, "reference_logprobs": values.astype(np.float32)}
+        sequences.append(replace(sequence, columns=columns))
+    return replace(batch, sequences=tuple(sequences))
+
+
+def whole(trainer: NativeTrainer) -> dict[str, np.ndarray]:
+    """What a snapshot holds; on rank 0."""
+    return {name: tensor.float().numpy().copy() for name, tensor in trainer.snapshot()["tensors"].items()}
+
+
+def train(
+    group: Group | None, kind: str, *, steps: int = 2, num_sequences: int = 12, **settings: Any
+) -> tuple[list[StepReport], dict[str, np.ndarray]]:
+    """Reports of some steps, and everything that a snapshot holds afterwards."""
+    trainer = trainer_on(group, kind, **settings)
+    reports = [trainer.step_now(batch_for(num_sequences, seed=step)) for step in range(steps)]
+    return reports, whole(trainer)
+
+
+def gradients(
+    group: Group | None, kind: str, *, num_sequences: int = 12, **settings: Any
+) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    """The summed gradient of one update by parameter (on rank 0), and the norms."""
+    trainer = trainer_on(group, kind, **settings)
+    (update,) = trainer._evaluator.complete(batch_for(num_sequences, seed=0))[1].updates
+    collect_gradients(trainer._models, trainer._objective, update.chunks, update.denominator)
+    found, norms = {}, {}
+    for learner in trainer._models.learners:
+        optimizer = learner.optimizer
+        optimizer.reduce()
+        norms[learner.name] = optimizer.grad_norm()
+        own_N = optimizer.grad_N
+        if isinstance(optimizer, SlicedOptimizer):
+            low, step = optimizer._low, optimizer._slice
+            own_N = torch.cat([own_N[low : low + step], own_N[optimizer._whole :]])
+        joined = join(optimizer.layout, optimizer.runs(own_N), torch.float32, optimizer.mesh.shard)
+        found |= {f"{learner.name}.{name}": tensor.numpy() for name, tensor in joined.items()}
+    return found, norms
+
+
+def evaluate(
+    group: Group | None, kind: str, which: Which, *, num_sequences: int = 9, **settings: Any
+) -> list[np.ndarray]:
+    """What a model says of a batch, before and after a step, which must not have left old weights behind."""
+    trainer, found = trainer_on(group, kind, **settings), []
+    for _ in range(2):
+        evaluation = trainer.evaluate_now(batch_for(num_sequences, seed=1), which)
+        found += list(evaluation.per_token)
+        found += [] if evaluation.per_sequence is None else [evaluation.per_sequence]
+        trainer.step_now(batch_for(num_sequences + 1, seed=2))
+    return found
+
+
+def gathered(group: Group | None, *, bucket_bytes: int, **settings: Any) -> tuple[Any, dict[str, np.ndarray]]:
+    """The version that `register` hands out after a step, written into tensors of an engine's."""
+    trainer = trainer_on(group, "grpo", **settings)
+    trainer.step_now(batch_for(8, seed=0))
+    manifest, source = trainer.register()
+    if not isinstance(source, ShardSource):
+        return manifest, {name: tensor.float().cpu().numpy() for name, tensor in source.items()}
+    device = group.device if group else torch.device("cpu")
+    engine = {
+        entry.name: torch.full(entry.shape, float("nan"), dtype=getattr(torch, entry.dtype), device=device)
+        for entry in manifest.entries
+    }
+    source.gather_into(engine, bucket_bytes=bucket_bytes)
+    exported = dict(trainer.trained()[0].named_parameters())
+    if group and group.rank == 0:
+        assert all(torch.equal(exported[name].detach(), tensor.cpu()) for name, tensor in engine.items())
+    return manifest, {name: tensor.float().cpu().numpy() for name, tensor in engine.items()}
+
+
+def resume(
+    group: Group | None, state: dict[str, Any], kind: str, *, steps: range, **settings: Any
+) -> tuple[list[StepReport], dict[str, np.ndarray], dict[str, Any]]:
+    """Go on from a snapshot of any number of ranks; with no steps, what is read back is what was written."""
+    trainer = trainer_on(group, kind, **settings)
+    trainer.restore(state)
+    reports = [trainer.step_now(batch_for(12, seed=step)) for step in steps]
+    return reports, whole(trainer), dict(trainer.snapshot())
+
+
+def saved(group: Group | None, kind: str, *, steps: int, **settings: Any) -> dict[str, Any]:
+    trainer = trainer_on(group, kind, **settings)
+    for step in range(steps):
+        trainer.step_now(batch_for(12, seed=step))
+    return dict(trainer.snapshot())
+
+
+def moved(group: Group | None, kind: str, **settings: Any) -> dict[str, np.ndarray]:
+    """Train with every component parked between the steps, and a snapshot taken while they are."""
+    trainer = trainer_on(group, kind, **settings)
+    names = [component.name for component in trainer.components() if "host" in component.tiers]
+    for step in range(2):
+        trainer.step_now(batch_for(12, seed=step))
+        trainer.move(names, "host")
+        assert all(trainer.measure()[name].device_bytes == 0 for name in names)
+        state = whole(trainer)
+        trainer.move(names, "device")
+    return state
+
+
+def held_bytes(group: Group | None, kind: str, **settings: Any) -> dict[str, int]:
+    return {component.name: component.size_bytes for component in trainer_on(group, kind, **settings).components()}
+
+
+def broken_step(group: Group, how: str, *, victim: int, layout: str) -> tuple[float, str]:
+    """A step in which one rank fails; returns after how many seconds this rank knew, and what it was told."""
+    trainer = trainer_on(group, "grpo", layout=layout)
+    trainer.step_now(batch_for(8, seed=0))
+    batch = batch_for(8, seed=1)
+    if how == "all":
+        batch = replace(batch, sequences=tuple(replace(s, temperature=0.0) for s in batch.sequences))
+    elif group.rank == victim:
+        if how == "raise":
+            hook = trainer._models.actor.optimizer
+            hook.reduce = raiser
+        elif how == "die":
+            trainer._models.actor.optimizer.reduce = lambda: os.kill(os.getpid(), signal.SIGKILL)
+        elif how == "hang":
+            trainer._models.actor.optimizer.reduce = lambda: time.sleep(1000)
+    started = time.monotonic()
+    try:
+        trainer.step_now(batch)
+    except Exception as error:  # noqa: BLE001  the test reads it
+        return time.monotonic() - started, f"{type(error).__name__}: {error}"
+    return time.monotonic() - started, ""
+
+
+def raiser() -> None:
+    raise ValueError("a fault of its own")
+
+
+def steps_again(group: Group) -> int:
+    return trainer_on(group, "sft", layout="zero3").step_now(batch_for(8, seed=0)).num_updates
+
+
+def with_a_bad_number(group: Group | None, kind: str, **settings: Any) -> tuple[list[Any], list[str], bool]:
+    """A step whose gradient is not finite where one sequence lies, then a step of fewer sequences than ranks: updates
+    of both, what was told, and whether the first left the weights alone."""
+    events: list = []
+    trainer = trainer_on(group, kind, events=events, **settings)
+    before, batch = whole(trainer), batch_for(9, seed=0)
+    batch.sequences[4].columns["advantages"][-1] = np.nan
+    updates = [trainer.step_now(batch).num_updates]
+    after = whole(trainer)
+    updates.append(trainer.step_now(batch_for(2, seed=1)).num_updates)
+    same = all(np.array_equal(before[name], after[name]) for name in before)
+    return updates, [name for name, _ in events if name != "trainer.torch_kernels"], same
