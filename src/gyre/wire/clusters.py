@@ -4,8 +4,10 @@ configs. Out: text and JSON-able mappings. Callers: `wire.commands`, for `gyre p
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from gyre.core.errors import ConfigError
@@ -26,7 +28,8 @@ from gyre.planner.shapes import find_shape, model_numbers
 from gyre.planner.sizes import check_lengths, longest_sequence
 from gyre.runconfig import RunConfig
 from gyre.trainer.config import SnapshotConfig
-from gyre.wire.stages import Stage, StageData, read_inputs
+from gyre.wire.make import Emit, find_spec, make_tokenizer
+from gyre.wire.stages import Stage, StageData, load_stage_data, plan_stages, read_inputs
 
 GRAPH_BYTES = 256 * MIB  # private pools of the engine's graphs beside their logits; an estimate
 
@@ -48,6 +51,16 @@ class Request:
         if self.gpus < 1:
             raise ConfigError(f"--gpus {self.gpus}: need at least 1")
         return Cluster(gpus=self.gpus, gpu=find_gpu(self.gpu), host_bytes=self.host_bytes)
+
+
+def read_stages(config: RunConfig) -> tuple[ModelSpec, list[tuple[Stage, StageData]]]:
+    """The model's sizes and each stage's records, for a plan: nothing is made and no log is kept."""
+    emit: Emit = lambda kind, **fields: None  # noqa: E731
+    with tempfile.TemporaryDirectory() as scratch:
+        tokenizer = make_tokenizer(config, Path(scratch) / "tokenizer", emit)
+    spec = find_spec(config, tokenizer)
+    stages = plan_stages(config, "all")
+    return spec, [(stage, load_stage_data(config, stage, tokenizer, spec.context_tokens, emit)) for stage in stages]
 
 
 def plan_shape(request: Request) -> dict[str, Any]:
@@ -87,10 +100,22 @@ def plan_stages_for(
     for stage, data in stages:
         inputs = read_inputs(config, stage, model_numbers(spec), data, dtype=dtype)
         check_lengths(inputs)
-        chunk = stage.trainer.tokens_per_chunk if "tokens_per_chunk" in config.trainer.model_fields_set else None
-        fixed = Fixed(zero=request.zero, shard_ranks=request.shard_ranks, tokens_per_chunk=chunk)
+        fixed = fixed_by(config, request)
         found[stage.name] = choose(make_job(inputs, dtype, cluster), cluster, fixed), settings
     return _answer(found, spec)
+
+
+def fixed_by(config: RunConfig, request: Request) -> Fixed:
+    """What the config sets, and over it what the command line says. Keys that are left out are searched."""
+    trainer, parallel = config.trainer, config.parallel
+    ours = {name for name in ("tokens_per_chunk", "checkpointing") if name in trainer.model_fields_set}
+    zero = parallel.zero if "zero" in parallel.model_fields_set else None
+    return Fixed(
+        zero=zero if request.zero is None else request.zero,
+        shard_ranks=(parallel.shard_ranks or None) if request.shard_ranks is None else request.shard_ranks,
+        tokens_per_chunk=trainer.tokens_per_chunk if "tokens_per_chunk" in ours else None,
+        checkpointing=trainer.checkpointing if "checkpointing" in ours else None,
+    )
 
 
 def make_job(inputs: PlanInputs, dtype: Dtype, cluster: Cluster) -> Job:

@@ -17,7 +17,7 @@ from gyre.loop.evaluate import Outcome
 from gyre.observe.events import count_events
 from gyre.planner.explain import explain
 from gyre.runconfig import RunConfig
-from gyre.wire.clusters import Request, plan_shape, plan_stages_for
+from gyre.wire.clusters import Request, plan_shape, plan_stages_for, read_stages
 from gyre.wire.fleet import Fleet
 from gyre.wire.folders import make_run_folder
 from gyre.wire.make import (
@@ -34,7 +34,7 @@ from gyre.wire.make import (
 )
 from gyre.wire.order import Order, read_order
 from gyre.wire.run import Run
-from gyre.wire.stages import plan_run, read_stages, take_held_out
+from gyre.wire.stages import plan_run, take_held_out
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

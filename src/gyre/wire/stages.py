@@ -5,7 +5,6 @@ Callers: wire.run, wire.stage, wire.commands.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,7 +35,6 @@ from gyre.planner.shapes import model_numbers
 from gyre.runconfig import RunConfig
 from gyre.text.tokenizer import Tokenizer
 from gyre.trainer.config import TrainerConfig
-from gyre.wire.make import find_spec, make_tokenizer
 from gyre.wire.order import COLD_START, MAIN
 
 Emit = Callable[..., None]
@@ -145,16 +143,6 @@ def load_stage_data(
         sample_prompts=prompts[:3],
         eval_batch=TrainBatch(sequences=held_out_sequences, step=0) if held_out_sequences else None,
     )
-
-
-def read_stages(config: RunConfig) -> tuple[ModelSpec, list[tuple[Stage, StageData]]]:
-    """The model's sizes and each stage's records, for a plan: nothing is made and no log is kept."""
-    emit: Emit = lambda kind, **fields: None  # noqa: E731
-    with tempfile.TemporaryDirectory() as scratch:
-        tokenizer = make_tokenizer(config, Path(scratch) / "tokenizer", emit)
-    spec = find_spec(config, tokenizer)
-    stages = plan_stages(config, "all")
-    return spec, [(stage, load_stage_data(config, stage, tokenizer, spec.context_tokens, emit)) for stage in stages]
 
 
 def bound_lengths(data: DataConfig, *, prompt: int, sequence: int) -> DataConfig:
