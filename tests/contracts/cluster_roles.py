@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from gyre.cluster.host import Context
 from gyre.cluster.local import LocalCluster
 from gyre.cluster.seats import EngineSeat, TrainerSeat
 from gyre.core.contracts import WorkerHandle
-from gyre.core.errors import InputError
+from gyre.core.errors import InputError, MemoryBudgetError
 from gyre.core.records import Request, RoleSpec
 from gyre.core.seeds import derive_seed
 from gyre.testing.config import FakeEngineConfig, FakeTrainerConfig
@@ -46,8 +47,15 @@ def recite(request: Request, index: int, version: int) -> list[int]:
     return [derive_seed(request.seed, index, place) % VOCAB for place in range(200)]
 
 
+class Frozen(ScriptedEngine):
+    """Takes requests, and its steps do not go on."""
+
+    async def stats(self) -> Any:
+        return replace(await super().stats(), steps=7)
+
+
 def fake_engine(context: Context, *, token_delay_s: float = 0.002, stalled: tuple[str, ...] = ()) -> Any:
-    engine = ScriptedEngine(
+    engine = (Frozen if stalled else ScriptedEngine)(
         recite,
         emit=context.emit,
         config=FakeEngineConfig(context_tokens=128, max_running=6, token_delay_s=token_delay_s),
@@ -136,3 +144,20 @@ class Stuck(CountingTrainer):
 def stuck_trainer(context: Context, *, rank: int, stuck: bool = False, slow_s: float = 0.0) -> Any:
     trainer = Stuck(context, stuck=stuck, slow_s=slow_s)
     return SimpleNamespace(trainer=TrainerSeat(trainer, rank=rank, compute=ThreadPoolExecutor(1)))
+
+
+class Gated:
+    """A worker's memory: no room for `score` on the second one, and broken at `handover` on the first."""
+
+    def __init__(self, rank: int, held_bytes: int) -> None:
+        self._rank, self._held_bytes = rank, held_bytes
+
+    async def enter(self, phase: str, step: int) -> int:
+        if phase == "score" and self._rank == 1:
+            raise MemoryBudgetError("no room on rank-1", hint="give it more")
+        assert phase != "handover" or self._rank == 1, "told to break"
+        return self._held_bytes
+
+
+def gated(context: Context, *, rank: int, held_bytes: int) -> Gated:
+    return Gated(rank, held_bytes)

@@ -9,7 +9,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Coroutine
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -33,7 +33,7 @@ class LocalHandle:
         self._waiting: set[Future[Any]] = set()
         self.gone: Future[str] = Future()
         self.gone.set_running_or_notify_cancel()  # whoever stops waiting for it does not end it
-        self._thread = threading.Thread(target=self._loop.run_forever, name=spec.name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=spec.name, daemon=True)
         self._thread.start()
 
     def begin(self, method: str, *args: Any) -> Future[Any]:
@@ -62,6 +62,15 @@ class LocalHandle:
         if threading.current_thread() is not self._thread:
             self._thread.join(JOIN_S)
 
+    def _run(self) -> None:
+        self._loop.run_forever()
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self._loop.run_until_complete(asyncio.wait(tasks, timeout=JOIN_S))
+        self._loop.close()
+
     def _begin(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
         out: Future[Any] = Future()
         out.set_running_or_notify_cancel()
@@ -73,7 +82,7 @@ class LocalHandle:
 
         def settle(reply: Future[Any]) -> None:
             self._waiting.discard(out)
-            with suppress(InvalidStateError):  # the worker was killed meanwhile
+            with suppress(InvalidStateError, CancelledError):  # the worker was killed meanwhile
                 settle_reply(out, reply.result(), self.name, self._on_event)
 
         asyncio.run_coroutine_threadsafe(work, self._loop).add_done_callback(settle)
