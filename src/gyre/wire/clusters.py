@@ -13,13 +13,13 @@ from typing import Any
 from gyre.core.errors import ConfigError
 from gyre.engine.config import EngineConfig, plan_engine
 from gyre.models.spec import ModelSpec
+from gyre.parallel.config import Zero
 from gyre.planner.candidates import Cluster, Fixed
 from gyre.planner.checklist import Settings, inference_lines, training_lines
 from gyre.planner.describe import as_mapping, describe
 from gyre.planner.features import built_features
 from gyre.planner.gpus import Gpu, find_gpu
 from gyre.planner.hardware import saving_on_cuda
-from gyre.planner.layouts import Zero
 from gyre.planner.memory import ITEM_BYTES, engine_bytes
 from gyre.planner.moments import MIB, Engine, Job
 from gyre.planner.plan import Dtype, PlanInputs
