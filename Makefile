@@ -20,7 +20,7 @@ $(VENV)/.installed: pyproject.toml
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,data,track]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,data,track,cluster]'
 	touch $@
 
 check: install-dev

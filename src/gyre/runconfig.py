@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError, model_validator
 
+from gyre.cluster.config import ClusterConfig
 from gyre.core.config import Section
 from gyre.core.errors import ConfigError
 from gyre.data.config import DataConfig
@@ -77,8 +78,6 @@ class RunConfig(Section):
     """What the main stage optimises."""
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     """How the main stage updates."""
-    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
-    """How the trainer's models lie over its ranks."""
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     """Completions per step."""
     engine: EngineConfig = Field(default_factory=EngineConfig)
@@ -87,6 +86,10 @@ class RunConfig(Section):
     """What completions are scored by."""
     memory: MemoryConfig = Field(default_factory=MemoryConfig)
     """Budgets and tiers."""
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
+    """On which devices the run works."""
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    """How the trained and frozen models lie over the trainer's ranks."""
     eval: EvalConfig = Field(default_factory=EvalConfig)
     """Held-out evaluation."""
     goal: GoalConfig | None = None

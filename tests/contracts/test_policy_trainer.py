@@ -10,9 +10,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from cluster_roles import start_workers
 
+from gyre.cluster.local import LocalCluster
+from gyre.cluster.trainers import TrainerGroup
 from gyre.core.errors import InputError
-from gyre.core.records import TrainBatch, TrainSequence
+from gyre.core.records import RoleSpec, TrainBatch, TrainSequence
 from gyre.models.decoder import Decoder
 from gyre.models.heads import ScalarHead
 from gyre.models.init import init_weights
@@ -69,7 +72,19 @@ def fake(objective, tmp_path) -> CountingTrainer:
     return CountingTrainer(emit=lambda name, **fields: None, config=config, shapes=SPEC.parameter_shapes())
 
 
-TRAINERS: dict[str, Callable] = {"native": native, "fake": fake}
+def group(objective, tmp_path) -> TrainerGroup:
+    """Two ranks behind workers."""
+    cluster = LocalCluster(on_event=lambda worker, kind, **fields: None)
+    shapes = SPEC.parameter_shapes()
+    specs = [
+        RoleSpec(name=f"rank-{rank}", builder="cluster_roles:fake_trainer", arguments={"rank": rank, "shapes": shapes})
+        for rank in range(2)
+    ]
+    handles = start_workers(cluster, specs)
+    return TrainerGroup(cluster, handles, emit=lambda name, **fields: None, call_deadline_s=30.0, hang_s=30.0)
+
+
+TRAINERS: dict[str, Callable] = {"native": native, "fake": fake, "group of fakes": group}
 
 
 @pytest.fixture(params=TRAINERS)

@@ -15,9 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cluster_roles import start_workers
 
+from gyre.cluster.local import LocalCluster
+from gyre.cluster.pool import EnginePool, PoolSettings
 from gyre.core.errors import DeadlineError, InputError, SnapshotError
-from gyre.core.records import Completion, Manifest, Request, Sampling
+from gyre.core.records import Completion, Manifest, Request, RoleSpec, Sampling
 from gyre.core.seeds import derive_seed
 from gyre.engine.config import EngineConfig
 from gyre.engine.native import NativeEngine
@@ -84,10 +87,22 @@ def build_scripted() -> Subject:
     return Subject(engine=engine, tensors={"w": torch.ones(3)}, shared=False)
 
 
+def build_pool(role: str, tensors: dict[str, torch.Tensor]) -> Subject:
+    """Two engines behind workers."""
+    cluster = LocalCluster(on_event=lambda worker, kind, **fields: None)
+    specs = [RoleSpec(name=f"engine-{i}", builder=f"cluster_roles:{role}") for i in range(2)]
+    handles = start_workers(cluster, specs)
+    settings = PoolSettings(call_deadline_s=30.0, hang_s=30.0, progress_tokens=4)
+    pool = EnginePool(cluster, handles, settings=settings, emit=lambda kind, **fields: None)
+    return Subject(engine=pool, tensors=tensors, shared=False)
+
+
 IMPLEMENTATIONS: dict[str, Callable[[], Subject]] = {
     "native, shared weights": lambda: build_native(True),
     "native, own weights": lambda: build_native(False),
     "scripted": build_scripted,
+    "pool of scripted": lambda: build_pool("fake_engine", {"w": torch.ones(3)}),
+    "pool of native": lambda: build_pool("native_engine", build_native(False).tensors),
 }
 
 

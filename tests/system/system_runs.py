@@ -103,7 +103,8 @@ class Fault:
     point: Literal["event", "line", "fsync", "rename", "copy", "burst"]
     number: int = 1  # the how-manieth time the point is passed
     match: str = ""  # event, line: pattern that "kind phase" must begin with; rename, copy: one in the target's path
-    action: Literal["kill", "interrupt", "interrupt_group"] = "kill"
+    action: Literal["kill", "interrupt", "interrupt_group", "kill_worker", "stop_worker"] = "kill"
+    worker: str = ""  # whose process is killed or stopped (SIGSTOP), of a run on a cluster
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,11 +208,14 @@ def _arm(fault: Fault) -> None:
     from gyre.observe.jsonl import LineWriter, encode_row
 
     count = itertools.count(1)
+    pids: dict[str, int] = {}  # of workers
 
     def strike(text: str = "") -> None:
         if re.match(fault.match, text) and next(count) == fault.number:
             if fault.action == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            elif fault.action in ("kill_worker", "stop_worker"):
+                os.kill(pids[fault.worker], signal.SIGKILL if fault.action == "kill_worker" else signal.SIGSTOP)
             elif fault.action == "interrupt":
                 os.kill(os.getpid(), signal.SIGINT)
             else:
@@ -221,6 +225,8 @@ def _arm(fault: Fault) -> None:
 
         def emit(self: EventLog, kind: str, /, **fields: Any) -> None:
             plain_emit(self, kind, **fields)
+            if kind == "cluster.started":
+                pids.update({name: int(place.rpartition(" ")[2]) for name, place in fields["workers"].items()})
             strike(f"{kind} {fields.get('phase', '')}")
 
         plain_emit, EventLog.emit = EventLog.emit, emit

@@ -11,6 +11,7 @@ from trainer_cases import OBJECTIVES
 from zero_cases import (
     LAYOUTS,
     evaluate,
+    freed_between_passes,
     gathered,
     gradients,
     held_bytes,
@@ -177,6 +178,12 @@ def test_every_rank_gets_the_version_whole(ranks, layout, dtype):
 def test_parked_components_come_back(ranks, layout):
     _, expected = train(None, "ppo")
     assert_close(ranks.run(moved, "ppo", layout=layout)[0], expected, relative=2e-4)
+
+
+def test_layers_are_freed_between_forward_and_backward(pair):
+    """So that equal gradients (above) show that the saved weights of a hand-written backward pass are gathered anew."""
+    for during, after, has_gradient in pair.run(freed_between_passes):
+        assert all(size > 0 for size in during) and after == [0, 0] and has_gradient
 
 
 def test_what_each_layout_holds(ranks):

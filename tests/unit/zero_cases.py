@@ -20,6 +20,7 @@ from gyre.parallel.config import ParallelConfig
 from gyre.parallel.group import Group, alone
 from gyre.trainer.native import NativeTrainer
 from gyre.trainer.optim_sharded import SlicedOptimizer
+from gyre.trainer.passes import chunk_logprobs
 from gyre.trainer.resharding import join
 from gyre.trainer.update import collect_gradients
 from gyre.weights.gather import ShardSource
@@ -151,9 +152,6 @@ def gathered(group: Group | None, *, bucket_bytes: int, **settings: Any) -> tupl
         for entry in manifest.entries
     }
     source.gather_into(engine, bucket_bytes=bucket_bytes)
-    exported = dict(trainer.trained()[0].named_parameters())
-    if group and group.rank == 0:
-        assert all(torch.equal(exported[name].detach(), tensor.cpu()) for name, tensor in engine.items())
     return manifest, {name: tensor.float().cpu().numpy() for name, tensor in engine.items()}
 
 
@@ -234,3 +232,18 @@ def with_a_bad_number(group: Group | None, kind: str, **settings: Any) -> tuple[
     updates.append(trainer.step_now(batch_for(2, seed=1)).num_updates)
     same = all(np.array_equal(before[name], after[name]) for name in before)
     return updates, [name for name, _ in events if name != "trainer.torch_kernels"], same
+
+
+def freed_between_passes(group: Group) -> tuple[list[int], list[int], bool]:
+    """Bytes under each layer's gathered weights as its forward pass sees them, and when the forward pass of all layers
+    is over; and whether backward then gave a gradient. What backward saved is those weights."""
+    trainer = trainer_on(group, "sft", layout="zero3")
+    decoder, seen = trainer._models.actor.decoder, []
+    for layer in decoder.layers:
+        layer.register_forward_pre_hook(lambda layer, _: seen.append(layer.qkv.weight))
+    (update,) = trainer._evaluator.complete(batch_for(8, seed=0))[1].updates
+    logprobs_N, _ = chunk_logprobs(decoder, update.chunks[0])
+    during = [weight.numel() * weight.element_size() for weight in seen]
+    after = [weight.untyped_storage().nbytes() for weight in seen]
+    logprobs_N.sum().backward()
+    return during, after, bool(trainer._models.actor.optimizer.grad_N.any())

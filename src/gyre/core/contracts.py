@@ -8,6 +8,7 @@ Callers: `loop`, `cli` through `wire`. Suites: tests/contracts/, which every imp
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, Literal, Protocol
 
 from gyre.core.records import (
@@ -18,6 +19,7 @@ from gyre.core.records import (
     Manifest,
     Partial,
     Request,
+    RoleSpec,
     Rollout,
     Score,
     StepReport,
@@ -152,3 +154,44 @@ class Sandbox(Protocol):
     isolation: str
 
     async def run(self, program: Any, *, limits: Any) -> Any: ...
+
+
+class WorkerHandle(Protocol):
+    """A started worker, seen from the process that started it. Calls reach the worker in the order of `begin`."""
+
+    name: str
+    place: str  # node and process id, for people
+
+    def begin(self, method: str, *args: Any) -> Future[Any]:
+        """Call `method` ("step", or "engine.submit" for a part) of the object that the builder made; return its answer
+        to be. It ends with the error that the method raised, or with WorkerLost. Callers set the deadline."""
+        ...
+
+    def look(self, what: Literal["pulse", "stacks"]) -> Future[Any]:
+        """Ask the process and not the object: answered by a thread of its own while the object is busy or stuck.
+        pulse: a count that grows while work goes on; stacks: what every thread is at, as text."""
+        ...
+
+
+class Cluster(Protocol):
+    """Starts workers on devices. A worker that dies stays dead: whoever started it decides what follows."""
+
+    async def start(self, spec: RoleSpec) -> WorkerHandle:
+        """Start a process and build its object; by `spec.deadline_s`, or it is stopped again."""
+        ...
+
+    async def stop(self, handle: WorkerHandle) -> None:
+        """End the process. One that is gone already is fine."""
+        ...
+
+    async def watch(self, handle: WorkerHandle) -> str:
+        """Return when the worker is gone, with the reason as far as it is known."""
+        ...
+
+    def share(self, value: Any) -> Any:
+        """Something to give to `begin` in place of a large value that several workers get: it is sent once."""
+        ...
+
+    async def close(self) -> None:
+        """Stop every worker that is left."""
+        ...

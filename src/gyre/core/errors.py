@@ -7,6 +7,7 @@
     ├── SnapshotError     a snapshot, export or run folder that cannot be used
     ├── DeadlineError     a wait ended without what it waited for; names the owner
     ├── RankError         a rank of a group died, hangs or raised; names it
+    │   └── WorkerLost    the process of a worker is gone
     └── EngineRefused     a request that the engine will not run, with the reason
 
 Each carries `kind` (for programs), the message (what we got, what we accept) and `hint` (what to do next).
@@ -52,6 +53,10 @@ class DeadlineError(GyreError):
 
 class RankError(GyreError):
     kind = "rank"
+
+
+class WorkerLost(RankError):
+    """The process behind a worker is gone, or was given up."""
 
 
 class EngineRefused(GyreError):

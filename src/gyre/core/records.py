@@ -313,3 +313,16 @@ class EngineStats:
 class Health:
     ok: bool
     reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleSpec:
+    """A worker to be started: one process with its devices."""
+
+    name: str  # unique among the workers of a cluster
+    builder: str  # "module:function"; called there as function(context, **arguments), gives the object that is asked
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # plain values
+    environment: Mapping[str, str] = field(default_factory=dict)  # set before the process starts
+    gpus: float = 0.0
+    cpus: float = 1.0
+    deadline_s: float = 120.0  # from the start until the builder has returned

@@ -1,13 +1,14 @@
 """Engine weights: which version the engine runs, and how the next one comes in. In: manifests and tensors. Out: a
 decoder whose weights are of one version whole. Caller: native, on the compute thread.
 
-Shared weights are the trainer's own storage: a version is a number, and no byte moves. Otherwise a version is staged
-beside the running one, verified, and copied over it in one go, so that addresses stay.
+Shared weights are the trainer's own storage: a version is a number, and no byte moves. One that lies in shards over the
+ranks is gathered into the engine's storage at the commit, a bucket at a time, and never exists a second time. Any other
+is staged beside the running one, verified, and copied over it in one go. Addresses stay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,7 @@ from gyre.core.seeds import derive_seed
 from gyre.models.decoder import Decoder
 from gyre.models.init import init_weights
 from gyre.vram.virtual import is_present
+from gyre.weights.gather import ShardSource
 from gyre.weights.transports.inprocess import shares_storage, stage, swap_in
 
 
@@ -27,7 +29,8 @@ class Prepared:
     """A version that waits for its commit."""
 
     version: int
-    staged: Mapping[str, Tensor] | None  # None when the weights are shared
+    staged: Mapping[str, Tensor] | None = None
+    shards: ShardSource | None = None  # neither: the weights are shared
 
 
 class EngineWeights:
@@ -70,7 +73,11 @@ class EngineWeights:
                     hint="build engine and trainer on one decoder, or make the manifest with shared=False and the "
                     "engine with shared_weights=False",
                 )
-            self._prepared = Prepared(version=manifest.version, staged=None)
+            self._prepared = Prepared(version=manifest.version)
+            return
+        if isinstance(source, ShardSource):
+            self._check_shapes({name: tuple(shape) for name, shape in source.layout.shapes.items()}, own)
+            self._prepared = Prepared(version=manifest.version, shards=source)
             return
         self._check_fits(source, own)
         staged = stage(manifest, source, device=self._device, emit=self.emit)
@@ -80,15 +87,21 @@ class EngineWeights:
         return self._prepared is not None and self._prepared.version == version
 
     def commit(self, version: int) -> None:
-        """Swap to the prepared version, whole."""
+        """Swap to the prepared version, whole. Shards are gathered now: every rank's engine must be at it, and one that
+        fails takes no work until another commit."""
         assert self._prepared is not None and self._prepared.version == version
-        if self._prepared.staged is not None:
-            if not self.present:
-                raise InputError(
-                    f"version {version} cannot be committed: engine.weights is not on the device",
-                    hint="move engine.weights to the device first",
-                )
-            swap_in(self._prepared.staged, self.tensors)
+        staged, shards = self._prepared.staged, self._prepared.shards
+        if (staged is not None or shards is not None) and not self.present:
+            raise InputError(
+                f"version {version} cannot be committed: engine.weights is not on the device",
+                hint="move engine.weights to the device first",
+            )
+        if staged is not None:
+            swap_in(staged, self.tensors)
+        if shards is not None:
+            self.is_dummy = True
+            size_bytes = shards.gather_into(self.tensors)
+            self.emit("weights.gathered", version=version, size_bytes=size_bytes)
         self.version, self.is_dummy, self._prepared = version, False, None
 
     def rollback(self) -> None:
@@ -96,11 +109,16 @@ class EngineWeights:
         self._prepared = None
 
     def _check_fits(self, source: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-        wrong = sorted(source.keys() ^ own.keys()) or [
-            name
-            for name, tensor in own.items()
-            if (source[name].shape, source[name].dtype) != (tensor.shape, tensor.dtype)
-        ]
+        self._check_shapes({name: tuple(tensor.shape) for name, tensor in source.items()}, own)
+        self._refuse([name for name, tensor in own.items() if source[name].dtype != tensor.dtype])
+
+    def _check_shapes(self, shapes: Mapping[str, tuple[int, ...]], own: Mapping[str, Tensor]) -> None:
+        self._refuse(
+            sorted(shapes.keys() ^ own.keys())
+            or [name for name, tensor in own.items() if shapes[name] != tuple(tensor.shape)]
+        )
+
+    def _refuse(self, wrong: Sequence[str]) -> None:
         if wrong:
             raise InputError(
                 f"{len(wrong)} tensors do not fit the engine's model (names, shapes and dtypes must agree): "

@@ -86,7 +86,7 @@ class SnapshotStore:
         for path in reversed(self._paths()):
             faults = find_faults(path)
             if not faults:
-                return self._read(path)
+                return self.load(path)
             self._emit("snapshot.skipped", path=path.name, reason="; ".join(faults))
         return None
 
@@ -94,7 +94,8 @@ class SnapshotStore:
         """Steps of the snapshots on disk, whole or not, ascending."""
         return tuple(_step_of(path) for path in self._paths())
 
-    def _read(self, path: Path) -> Snapshot:
+    def load(self, path: Path) -> Snapshot:
+        """Read a snapshot that `load_latest` found whole."""
         files = json.loads((path / "manifest.json").read_text(encoding="utf-8"))["files"]
         blobs = {name.removeprefix("blobs/"): (path / name).read_bytes() for name in files if name.startswith("blobs/")}
         return Snapshot(

@@ -11,13 +11,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from gyre.core.errors import ConfigError, InputError, SnapshotError
+from gyre.core.errors import ConfigError, InputError, RankError, SnapshotError
 from gyre.data.sources import load_prompts
 from gyre.loop.evaluate import Outcome
 from gyre.observe.events import count_events
 from gyre.planner.explain import explain
 from gyre.runconfig import RunConfig
 from gyre.wire.clusters import Request, plan_shape, plan_stages_for, read_stages
+from gyre.wire.fleet import Fleet
 from gyre.wire.folders import make_run_folder
 from gyre.wire.make import (
     Emit,
@@ -31,7 +32,7 @@ from gyre.wire.make import (
     make_scorer,
     refuse_reward_model,
 )
-from gyre.wire.order import read_order
+from gyre.wire.order import Order, read_order
 from gyre.wire.run import Run
 from gyre.wire.stages import plan_run, take_held_out
 
@@ -47,9 +48,10 @@ def train(
     if folder is None:
         assert config_path is not None
         folder = _make_folder(order.config, config_path, overrides, stage)
-    run = Run(order.config, folder, stage=order.stage, plain=plain)
+    fleet = None
     try:
-        return asyncio.run(run.go())
+        fleet = Fleet(order.config) if order.config.cluster.kind == "ray" else None
+        return _attempt(order, folder, plain=plain, fleet=fleet)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"go on with: gyre train --resume {folder}") from None
     except OSError as error:
@@ -60,7 +62,25 @@ def train(
             hint=f"free space there, then go on with: gyre train --resume {folder}",
         ) from error
     finally:
-        run.close()
+        if fleet is not None:
+            asyncio.run(fleet.close())
+
+
+def _attempt(order: Order, folder: Path, *, plain: bool, fleet: Fleet | None) -> dict[str, Any]:
+    """Run to the end. When a rank fails, again from the newest snapshot, as often as `cluster.max_restarts` says."""
+    ended: RankError | None = None
+    for number in range(order.config.cluster.max_restarts + 1):
+        run = Run(order.config, folder, stage=order.stage, plain=plain, fleet=fleet)
+        try:
+            if ended is not None:
+                run.note_restart(ended, number)
+            return asyncio.run(run.go())
+        except RankError as error:
+            ended = error
+        finally:
+            run.close()
+    assert ended is not None
+    raise ended
 
 
 def _make_folder(config: RunConfig, config_path: Path, overrides: list[str], stage: str) -> Path:

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from gyre.core.contracts import RolloutEngine
 from gyre.core.errors import ConfigError, InputError
 from gyre.core.records import Prompt, Rollout
 from gyre.core.seeds import derive_seed
@@ -51,6 +52,14 @@ class Machine:
     device: torch.device
     dtype: torch.dtype
     compute: ThreadPoolExecutor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What is known of a model whose weights are elsewhere."""
+
+    tokenizer: Tokenizer
+    spec: ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,18 +117,24 @@ def make_tokenizer(config: RunConfig, kept: Path, emit: Emit) -> Tokenizer:
 
 
 def make_policy(config: RunConfig, tokenizer: Tokenizer, machine: Machine) -> Policy:
+    spec = make_facts(config, tokenizer).spec
     if config.model.path:
         spec, decoder = load_hub(config.model.path, device=machine.device, dtype=machine.dtype)
-        if spec.vocab_size < tokenizer.vocab_size:
-            raise InputError(
-                f"the tokenizer has {tokenizer.vocab_size} entries, the model's vocabulary {spec.vocab_size}",
-                hint="set tokenizer.path to the tokenizer that the model was made with",
-            )
         return Policy(decoder=decoder, tokenizer=tokenizer, spec=spec)
-    spec = find_spec(config, tokenizer)
     decoder = Decoder(spec, device=machine.device, dtype=machine.dtype)
     init_weights(decoder, derive_seed(config.run.seed, "model", config.model.init_seed))
     return Policy(decoder=decoder, tokenizer=tokenizer, spec=spec)
+
+
+def make_facts(config: RunConfig, tokenizer: Tokenizer) -> Facts:
+    """The model's sizes. InputError if its vocabulary is too small for the tokenizer."""
+    spec = find_spec(config, tokenizer)
+    if spec.vocab_size < tokenizer.vocab_size:
+        raise InputError(
+            f"the tokenizer has {tokenizer.vocab_size} entries, the model's vocabulary {spec.vocab_size}",
+            hint="set tokenizer.path to the tokenizer that the model was made with",
+        )
+    return Facts(tokenizer=tokenizer, spec=spec)
 
 
 def find_spec(config: RunConfig, tokenizer: Tokenizer) -> ModelSpec:
@@ -153,7 +168,7 @@ def load_policy(folder: Path, machine: Machine) -> Policy:
     return Policy(decoder=decoder, tokenizer=load_tokenizer(folder), spec=spec)
 
 
-def load_reward_model(path: str, machine: Machine, policy: Policy) -> tuple[Decoder, ScalarHead]:
+def load_reward_model(path: str, machine: Machine, policy: Policy | Facts) -> tuple[Decoder, ScalarHead]:
     """The decoder and scalar head of a reward model."""
     folder = find_reward_model(path, policy)
     _, decoder = load_hub(folder, device=machine.device, dtype=machine.dtype)
@@ -169,7 +184,7 @@ def refuse_reward_model(folder: Path) -> None:
         )
 
 
-def find_reward_model(path: str, policy: Policy) -> Path:
+def find_reward_model(path: str, policy: Policy | Facts) -> Path:
     """A folder that objective rm exported; it must read the policy's own token ids."""
     folder = find_folder(Path(path) / "export" if (Path(path) / "export").is_dir() else path)
     if load_tokenizer(folder).fingerprint != policy.tokenizer.fingerprint:
@@ -181,7 +196,9 @@ def find_reward_model(path: str, policy: Policy) -> Path:
     return folder
 
 
-def make_engine(config: EngineConfig, policy: Policy, machine: Machine, emit: Emit) -> NativeEngine:
+def make_engine(
+    config: EngineConfig, policy: Policy, machine: Machine, emit: Emit, *, shared_weights: bool = True
+) -> NativeEngine:
     return NativeEngine(
         policy.decoder,
         config,
@@ -190,7 +207,7 @@ def make_engine(config: EngineConfig, policy: Policy, machine: Machine, emit: Em
         emit=emit,
         device=machine.device,
         dtype=machine.dtype,
-        shared_weights=True,
+        shared_weights=shared_weights,
     )
 
 
@@ -225,7 +242,7 @@ def try_rewards(config: RunConfig, prompts: Sequence[Prompt], tokenizer: Tokeniz
         check_rewards(config.rewards, samples)
 
 
-def make_judge(config: RunConfig, engine: NativeEngine, scorer: RuleScorer, text: TextPort, emit: Emit) -> Rollouts:
+def make_judge(config: RunConfig, engine: RolloutEngine, scorer: RuleScorer, text: TextPort, emit: Emit) -> Rollouts:
     settings = config.eval.model_copy(update={"part": accuracy_part(config)})
     seed = derive_seed(config.run.seed, "eval")
     return Rollouts(engine, scorer, text, config.rollout, settings, seed=seed, emit=emit)

@@ -15,11 +15,9 @@ from typing import Any
 import torch
 
 from gyre import __version__
+from gyre.core.errors import GyreError
 from gyre.loop.ports import Observers
 from gyre.loop.resume import Progress, from_snapshot
-from gyre.models.export import export_hub
-from gyre.models.heads import ScalarHead
-from gyre.models.load import verify_export
 from gyre.observe.events import EventLog, next_attempt, read_events
 from gyre.observe.hardware import describe_hardware
 from gyre.observe.live import make_progress
@@ -29,22 +27,23 @@ from gyre.observe.spans import Spans
 from gyre.planner.plan import Plan
 from gyre.runconfig import RunConfig
 from gyre.text.tokenizer import is_misread
-from gyre.trainer.snapshot import SnapshotStore
+from gyre.wire.fleet import Fleet, Spread
 from gyre.wire.folders import hold
 from gyre.wire.goal import judge_goal
 from gyre.wire.make import (
+    Facts,
     Policy,
     accuracy_part,
     check_invariant,
     dtype_name,
     find_reward_model,
     make_machine,
-    make_policy,
     make_sinks,
     make_tokenizer,
     try_rewards,
 )
 from gyre.wire.order import MAIN
+from gyre.wire.placement import Inline, Placement, stage_store
 from gyre.wire.stage import Built
 from gyre.wire.stages import Stage, StageData, load_stage_data, plan_run, plan_stages
 
@@ -66,7 +65,8 @@ class Ready:
 class Run:
     """One attempt at a run: its folder, log, model and scorer, and the stages that it goes through."""
 
-    def __init__(self, config: RunConfig, folder: Path, *, stage: str, plain: bool) -> None:
+    def __init__(self, config: RunConfig, folder: Path, *, stage: str, plain: bool, fleet: Fleet | None = None) -> None:
+        """With a `fleet` the trainer and the engines are its workers."""
         self._config, self._folder, self._stage = config, folder, stage
         self._lock = hold(folder)
         self._events = EventLog(folder / "events.jsonl", attempt=next_attempt(folder / "events.jsonl"))
@@ -79,13 +79,27 @@ class Run:
         if self._lock is None:
             self._emit("warn.run_not_locked", reason="the file system knows no locks")
         self._machine = make_machine(config)
-        self._head: ScalarHead | None = None  # of a reward model, once its stage is done
+        self._placement: Placement = (
+            Inline(config, folder, self._machine, self._emit)
+            if fleet is None
+            else Spread(config, folder, self._machine, self._emit, fleet)
+        )
 
     async def go(self) -> dict[str, Any]:
+        try:
+            return await self._go()
+        finally:
+            await self._placement.close()
+
+    def note_restart(self, error: GyreError, number: int) -> None:
+        """Say that this attempt is there because another one ended so."""
+        self._emit("retry.run_restarted", number=number, error=error.message[:4000])
+
+    async def _go(self) -> dict[str, Any]:
         stages = plan_stages(self._config, self._stage)
         at, progress, found = self._find_progress(stages)
         tokenizer = make_tokenizer(self._config, self._folder / "tokenizer", self._emit)
-        policy = make_policy(self._config, tokenizer, self._machine)
+        policy = await self._placement.open(tokenizer)
         self._announce(stages, policy, at)
         if is_misread(tokenizer, policy.spec.family):
             self._emit("warn.tokenizer_misread", family=policy.spec.family, reason=MISREAD)
@@ -93,7 +107,7 @@ class Run:
         for ready in [self._prepare(stage, policy) for stage in stages[at:]]:
             result, version = await self._run_stage(ready, policy, result, found, version)
             found = None
-        export = self._export(policy)
+        export = await self._export()
         report = self._finish(stages[-1], result, version)
         return self._result(result, version, export, report)
 
@@ -107,24 +121,21 @@ class Run:
         if self._lock is not None:
             os.close(self._lock)
 
-    def _store(self, stage: Stage) -> SnapshotStore:
-        folder = self._folder / "snapshots" / stage.name
-        return SnapshotStore(folder, keep=self._config.snapshot.keep, emit=self._emit)
-
     def _find_progress(self, stages: list[Stage]) -> tuple[int, Progress, Mapping[str, Any] | None]:
         """(index of the stage to go on with, where it stands, what its trainer is restored from)."""
         for at in range(len(stages) - 1, -1, -1):
-            snapshot = self._store(stages[at]).load_latest()
+            snapshot = stage_store(self._config, self._folder, stages[at].name, self._emit).load_latest()
             if snapshot is not None:
                 progress = from_snapshot(snapshot.state["loop"], snapshot.blobs)
                 position = snapshot.state["loop"]["events"]
                 self._events.fence(position["attempt"], position["seq"], step=progress.step, stage=progress.stage)
-                return at, progress, {"tensors": snapshot.tensors, "state": snapshot.state["trainer"]}
+                found = {"tensors": snapshot.tensors, "state": snapshot.state["trainer"], "path": snapshot.path}
+                return at, progress, found
         if self._events.attempt > 1:
             self._events.fence(None)
         return 0, Progress(stage=stages[0].name), None
 
-    def _announce(self, stages: list[Stage], policy: Policy, at: int) -> None:
+    def _announce(self, stages: list[Stage], policy: Facts | Policy, at: int) -> None:
         config = self._config
         self._emit(
             "run.started",
@@ -145,7 +156,7 @@ class Run:
             stage_index=at,
         )
 
-    def _prepare(self, stage: Stage, policy: Policy) -> Ready:
+    def _prepare(self, stage: Stage, policy: Facts | Policy) -> Ready:
         """Read, plan and try what a stage needs. Done for all stages before the first one trains."""
         data = load_stage_data(self._config, stage, policy.tokenizer, policy.spec.context_tokens, self._emit)
         plan = self._plan(stage, policy, data)
@@ -158,28 +169,25 @@ class Run:
         return Ready(stage=stage, data=data, plan=plan)
 
     async def _run_stage(
-        self, ready: Ready, policy: Policy, progress: Progress, found: Mapping[str, Any] | None, version: int
+        self, ready: Ready, policy: Facts | Policy, progress: Progress, found: Mapping[str, Any] | None, version: int
     ) -> tuple[Progress, int]:
         stage, data, plan = ready.stage, ready.data, ready.plan
         if progress.stage != stage.name:
             progress = Progress(stage=stage.name)
         self._emit("stage.started", stage=stage.name, steps=stage.trainer.steps, step=progress.step)
-        built = Built(self._config, plan, self._folder, self._machine, self._emit)
+        built, done = Built(self._config, self._emit, self._machine.compute), False
         try:
-            trainer = built.trainer(stage, policy, version)
-            if found is not None:
-                trainer.restore(found)
-            parts = await built.parts(policy, trainer, data, self._observers(), self._store(stage))
-            loop = built.loop(stage, parts)
-            progress = await loop.run(progress)
-            version = trainer.version
-            _, self._head = trainer.trained()
+            placed = await self._placement.begin(stage, plan, version=version, found=found)
+            parts = built.parts(placed, policy.tokenizer, data, self._observers())
+            progress = await built.loop(stage, parts).run(progress)
+            version, done = placed.version(), True
         finally:
             await built.close()
+            await self._placement.end(failed=not done)
         self._emit("stage.done", stage=stage.name, step=progress.step, version=version)
         return progress, version
 
-    def _plan(self, stage: Stage, policy: Policy, data: StageData) -> Plan:
+    def _plan(self, stage: Stage, policy: Facts | Policy, data: StageData) -> Plan:
         """Decide, and write down what was decided. A resumed run keeps its number of KV pages, however much memory is
         free now: with fewer of them completions are preempted, which shows in the last bits of what they sample."""
         path = self._folder / ("plan.json" if stage.name == MAIN else f"plan.{stage.name}.json")
@@ -188,7 +196,7 @@ class Run:
             pages = Plan.from_json(path.read_text(encoding="utf-8")).kv_pages
             config = config.model_copy(update={"engine": config.engine.model_copy(update={"num_pages": pages})})
         dtype = dtype_name(self._machine)
-        plan = plan_run(config, stage, policy.spec, data, dtype=dtype, folder=self._folder)
+        plan = plan_run(config, stage, policy.spec, data, dtype=dtype, folder=self._folder, share=self._placement.share)
         check_invariant(config, stage, policy.spec, self._machine, plan.page_tokens)
         aside = path.with_suffix(".partial")
         aside.write_text(plan.to_json(), encoding="utf-8")
@@ -206,18 +214,11 @@ class Run:
             sample_groups_per_step=self._config.observe.sample_groups_per_step,
         )
 
-    def _export(self, policy: Policy) -> Path:
+    async def _export(self) -> Path:
         """Write the hub layout and read it back before saying so."""
         folder = self._folder / "export"
         with self._spans.phase("export"):
-            export_hub(
-                policy.decoder,
-                folder,
-                dtype=self._machine.dtype,
-                tokenizer_files=self._folder / "tokenizer",
-                scalar_head=self._head,
-            )
-            verify_export(folder, policy.decoder)
+            await self._placement.export(folder, self._folder / "tokenizer")
         self._emit("export.verified", folder=folder.name)
         return folder
 

@@ -6,7 +6,7 @@ Callers: wire.run, wire.stage, wire.commands.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,7 +30,7 @@ from gyre.objectives.config import (
 )
 from gyre.planner.decide import make_plan
 from gyre.planner.hardware import read_hardware
-from gyre.planner.plan import Dtype, ModelNumbers, Plan, PlanInputs
+from gyre.planner.plan import Dtype, Hardware, ModelNumbers, Plan, PlanInputs
 from gyre.planner.shapes import model_numbers
 from gyre.runconfig import RunConfig
 from gyre.text.tokenizer import Tokenizer
@@ -180,11 +180,14 @@ def _longest(sequences: Sequence[TrainSequence], prompts: Sequence[Prompt], conf
     return max(max(len(sequence.tokens) for sequence in sequences), generated if prompts else 0)
 
 
-def plan_run(config: RunConfig, stage: Stage, spec: ModelSpec, data: StageData, *, dtype: Dtype, folder: Path) -> Plan:
-    """Decide what the config left open, for one stage. After it nothing is "auto"."""
+def plan_run(
+    config: RunConfig, stage: Stage, spec: ModelSpec, data: StageData, *, dtype: Dtype, folder: Path, share: int = 1
+) -> Plan:
+    """Decide what the config left open, for one stage. After it nothing is "auto". `share` devices share this machine,
+    and the plan is for each of them."""
     disk = folder / config.memory.disk_folder if config.memory.disk_folder else None
     inputs = read_inputs(config, stage, model_numbers(spec), data, dtype=dtype)
-    return make_plan(inputs, read_hardware(disk))
+    return make_plan(inputs, cut_hardware(read_hardware(disk), share))
 
 
 def read_inputs(
@@ -222,6 +225,18 @@ def read_inputs(
         disk_budget_bytes=None if memory.disk_budget_bytes == "auto" else memory.disk_budget_bytes,
         disk_tier=bool(memory.disk_folder),
         leave=memory.leave,
+    )
+
+
+def cut_hardware(hardware: Hardware, share: int) -> Hardware:
+    """One of `share` equal parts of a machine. A GPU is whole: each device has its own."""
+    on_cpu = hardware.device == "cpu"
+    return replace(
+        hardware,
+        device_free_bytes=hardware.device_free_bytes // (share if on_cpu else 1),
+        host_available_bytes=hardware.host_available_bytes // share,
+        disk_free_bytes=hardware.disk_free_bytes // share,
+        cores=max(1, hardware.cores // share),
     )
 
 

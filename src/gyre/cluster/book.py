@@ -1,0 +1,126 @@
+"""Book: what has come of one request, so that it can be gone on with elsewhere. In: the request, chunks. Out: chunks
+for the caller, the request as another engine must get it. Pure. Caller: cluster.pool.
+
+C tokens chosen, c tokens of one chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from gyre.core.records import Partial, Request, Support, TokenChunk
+
+
+class Book:
+    """One request's chunks so far, by completion. A caller that asked for one chunk at the end gets one chunk at the
+    end, although the engine reports every `progress_tokens`."""
+
+    def __init__(self, request: Request, *, progress_tokens: int) -> None:
+        self.request = request
+        self._whole = request.chunk_tokens == 0
+        self._progress_tokens = progress_tokens
+        self._begun = {partial.index: partial for partial in request.partials}
+        self._chunks: dict[int, list[TokenChunk]] = {}
+        self._ended: set[int] = set()
+        self._told_prompt: set[int] = set()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that came, the caller's own beginnings not counted."""
+        return sum(len(chunk.tokens) for chunks in self._chunks.values() for chunk in chunks)
+
+    @property
+    def open(self) -> list[int]:
+        """Completions that have not ended."""
+        return [index for index in range(self.request.sampling.n) if index not in self._ended]
+
+    @property
+    def outstanding_tokens(self) -> int:
+        """Tokens that are still to come at most; the prompt as long as none has come."""
+        longest = self.request.sampling.max_tokens
+        rest = sum(max(0, longest - self._num_chosen(index)) for index in self.open)
+        return rest + (0 if self._chunks else len(self.request.tokens))
+
+    def take(self, chunk: TokenChunk) -> list[TokenChunk]:
+        """Note a chunk; return what the caller gets of it. One for a completion that has ended, as an engine that went
+        on with a request sends it, is nothing new."""
+        index = chunk.index
+        if index in self._ended:
+            return []
+        if chunk.prompt_logprobs is not None:
+            if index in self._told_prompt:
+                chunk = replace(chunk, prompt_logprobs=None)
+            self._told_prompt.add(index)
+        chunks = self._chunks.setdefault(index, [])
+        chunks.append(chunk)
+        if chunk.finish is not None:
+            self._ended.add(index)
+            return [join_chunks(chunks)] if self._whole else [chunk]
+        return [] if self._whole else [chunk]
+
+    def for_engine(self, *, waited_s: float = 0.0) -> Request:
+        """The request as an engine gets it now: what has come so far is where its completions begin. `waited_s` is what
+        has passed of its deadline."""
+        deadline_s = self.request.deadline_s
+        return replace(
+            self.request,
+            chunk_tokens=self._progress_tokens if self._whole else self.request.chunk_tokens,
+            partials=tuple(self._partial(i) for i in range(self.request.sampling.n) if self._num_chosen(i)),
+            deadline_s=None if deadline_s is None else max(0.0, deadline_s - waited_s),
+        )
+
+    def _num_chosen(self, index: int) -> int:
+        begun = self._begun.get(index)
+        return (0 if begun is None else len(begun.tokens)) + sum(len(c.tokens) for c in self._chunks.get(index, ()))
+
+    def _partial(self, index: int) -> Partial:
+        parts: list[Partial | TokenChunk] = [*self._chunks.get(index, ())]
+        if index in self._begun:
+            parts.insert(0, self._begun[index])
+        return Partial(
+            index=index,
+            tokens=np.concatenate([part.tokens for part in parts]).astype(np.int32),
+            logprobs=np.concatenate([part.logprobs for part in parts]).astype(np.float32),
+            raw_logprobs=np.concatenate([part.raw_logprobs for part in parts]).astype(np.float32),
+            versions=np.concatenate([part.versions for part in parts]).astype(np.int32),
+            support=_join_supports([part.support for part in parts if part.support is not None]),
+        )
+
+
+def join_chunks(chunks: Sequence[TokenChunk]) -> TokenChunk:
+    """All chunks of a completion as one, the last one's end with it."""
+    if len(chunks) == 1:
+        return chunks[0]
+    last = chunks[-1]
+    return TokenChunk(
+        request_id=last.request_id,
+        index=last.index,
+        tokens=np.concatenate([chunk.tokens for chunk in chunks]),
+        logprobs=np.concatenate([chunk.logprobs for chunk in chunks]),
+        raw_logprobs=np.concatenate([chunk.raw_logprobs for chunk in chunks]),
+        versions=np.concatenate([chunk.versions for chunk in chunks]),
+        support=_join_supports([chunk.support for chunk in chunks if chunk.support is not None]),
+        finish=last.finish,
+        reason=last.reason,
+        top_ids=_join([chunk.top_ids for chunk in chunks]),
+        top_logprobs=_join([chunk.top_logprobs for chunk in chunks]),
+        prompt_logprobs=next((chunk.prompt_logprobs for chunk in chunks if chunk.prompt_logprobs is not None), None),
+    )
+
+
+def _join(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    parts = [array for array in arrays if array is not None]
+    return np.concatenate(parts) if parts else None
+
+
+def _join_supports(supports: Sequence[Support]) -> Support | None:
+    if not supports:
+        return None
+    counts = np.concatenate([np.diff(support.offsets) for support in supports])
+    return Support(
+        offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        ids=np.concatenate([support.ids for support in supports]).astype(np.int32),
+    )

@@ -1,0 +1,43 @@
+"""Cluster config: on which devices a run works, and what happens when one fails. In: the TOML table `[cluster]`.
+Out: a frozen section. Callers: runconfig, wire, cluster. No torch, no ray here."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from gyre.core.config import Section
+
+
+class ClusterConfig(Section):
+    """Where the trainer ranks and the engines of a training run live. Evaluation, chat and plans use one device."""
+
+    kind: Literal["inline", "ray"] = "inline"
+    """inline: all in this process, on one device. ray: one worker process per device, each with a trainer rank and an
+    engine; needs the extra `cluster`."""
+    num_workers: int = Field(default=0, ge=0)
+    """Workers, each with a trainer rank and an engine; 0 takes one per GPU of the cluster, or one on a CPU."""
+    engine_workers: int = Field(default=0, ge=0)
+    """Further workers with an engine alone, on devices of their own. Their weights go through host memory."""
+    address: str = ""
+    """Of a running Ray cluster, "host:port" or "auto"; without it Ray is started here, on loopback alone."""
+    cpus_per_worker: float = Field(default=1.0, gt=0.0)
+    """Cores that each worker asks Ray for."""
+    object_store_bytes: int = Field(default=512 << 20, ge=100 << 20)
+    """Shared memory for batches on their way, of a Ray that is started here."""
+    max_restarts: int = Field(default=2, ge=0)
+    """How often a run restarts by itself from its newest snapshot after a rank died, hung or raised; and how often each
+    engine worker is started again."""
+    start_deadline_s: float = Field(default=300.0, gt=0.0)
+    """Longest wait for a worker to start: its process, its model and the group of all ranks."""
+    call_deadline_s: float = Field(default=300.0, gt=0.0)
+    """Longest wait for a worker's answer about weights, memory or requests."""
+    hang_s: float = Field(default=45.0, gt=0.0)
+    """A rank or an engine that has work and makes no progress for so long is taken for hung. Progress is a layer of a
+    model run forward, so long steps are fine; a single layer or optimiser update that takes this long is not."""
+    progress_tokens: int = Field(default=64, ge=0)
+    """Engines report rollouts every so many tokens, so that a lost engine's work is gone on with from there; 0 only
+    when a completion ends."""
+    multicast: bool = False
+    """Let NCCL use NVLink multicast. It can put the GPUs of a shared host out of service."""

@@ -1,0 +1,86 @@
+"""Member: one engine of a pool. In: requests to send, a handle. Out: calls in order, news until nothing is unanswered.
+Caller: cluster.pool.
+
+States: `up` takes work; `fresh` is started and waits for the current weights; `lost` is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, Literal
+
+from gyre.cluster.pulse import Pulse
+from gyre.cluster.seats import POLL_S, News
+from gyre.cluster.waiting import arrive, ask
+from gyre.core.contracts import WorkerHandle
+from gyre.core.errors import DeadlineError, WorkerLost
+from gyre.core.records import Request
+
+STACKS_S = 5.0
+
+
+class Member:
+    """`on_news` gets what the engine told, `on_lost` why it is of no use any more."""
+
+    def __init__(
+        self,
+        handle: WorkerHandle,
+        *,
+        vital: bool,
+        deadline_s: float,
+        hang_s: float,
+        on_news: Callable[[Member, News], None],
+        on_lost: Callable[[Member, str], None],
+    ) -> None:
+        self.name, self.handle, self.vital = handle.name, handle, vital
+        self.state: Literal["up", "fresh", "lost"] = "up"
+        self.unanswered: set[str] = set()
+        self.prepared: int | None = None
+        self.restarts = 0
+        self._deadline_s, self._hang_s = deadline_s, hang_s
+        self._on_news, self._on_lost = on_news, on_lost
+        self._pump: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def send(self, requests: Sequence[Request]) -> None:
+        """Give requests to the engine, together and at once: what is asked later finds them there."""
+        self.unanswered |= {request.request_id for request in requests}
+        sent = self.handle.begin("engine.submit", tuple(requests))
+        task = asyncio.create_task(self._confirm(sent))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def ask(self, method: str, *args: Any, deadline_s: float | None = None) -> Any:
+        return await ask(self.handle, method, *args, deadline_s=deadline_s or self._deadline_s)
+
+    async def close(self) -> None:
+        tasks = [*self._tasks, *([self._pump] if self._pump is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _confirm(self, sent: Future[Any]) -> None:
+        try:
+            await arrive(sent, self.handle, "engine.submit", self._deadline_s)
+        except (WorkerLost, DeadlineError) as error:
+            self._on_lost(self, error.message)
+            return
+        if self._pump is None or self._pump.done():
+            self._pump = asyncio.create_task(self._poll())
+
+    async def _poll(self) -> None:
+        """Waits for: the engine's news, each time by a deadline. Ends when every request is answered."""
+        pulse = Pulse((self.name,), time.monotonic())
+        try:
+            while self.unanswered and self.state != "lost":
+                news = await ask(self.handle, "engine.poll", deadline_s=POLL_S + self._hang_s)
+                self._on_news(self, news)
+                pulse.observe({self.name: news.steps}, time.monotonic())
+                if pulse.stalled(time.monotonic(), self._hang_s) and self.unanswered:
+                    stacks = await arrive(self.handle.look("stacks"), self.handle, "stacks", STACKS_S)
+                    self._on_lost(self, f"no engine step for {self._hang_s:g} s\n{stacks}")
+        except (WorkerLost, DeadlineError) as error:
+            self._on_lost(self, error.message)

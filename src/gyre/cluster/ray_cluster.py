@@ -1,0 +1,229 @@
+"""Ray cluster: workers as Ray actors, one process each. In: RoleSpecs. Out: handles. Implements Cluster. Caller: wire.
+
+A Ray that is started here listens on loopback only, has no dashboard and tells nobody of it; it ends with `close`. With
+an address the workers are started on the nodes of that cluster, where gyre must be installed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, Literal
+
+from gyre.cluster.config import ClusterConfig
+from gyre.cluster.host import Host, OnEvent, Reply, settle_reply
+from gyre.cluster.waiting import arrive
+from gyre.core.contracts import WorkerHandle
+from gyre.core.errors import ConfigError, WorkerLost
+from gyre.core.records import RoleSpec
+
+WATCH = "watch"  # the concurrency group that answers while the object is busy
+STOP_S = 20.0  # longest wait for a killed worker to be gone
+MOST_CALLS = 1000  # at a time, per worker
+# Read by Ray when it is imported. The second one is what keeps a local Ray on 127.0.0.1: it means "local only".
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0"}
+LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+INSTALL = "pip install 'gyre-rl[cluster]'"
+
+
+class Actor:
+    """What runs in the worker's process. Calls start in the order in which they were given numbers."""
+
+    def __init__(self, spec: RoleSpec) -> None:
+        self._host = Host(spec)
+        self._next = 0
+        self._turns: dict[int, asyncio.Event] = {}
+
+    async def build(self) -> tuple[Reply, int, str]:
+        import ray
+
+        return await self._host.build(), os.getpid(), ray.util.get_node_ip_address()
+
+    async def ask(self, number: int, method: str, *args: Any) -> Reply:
+        if number != self._next:  # large arguments may have come later than a call that was made after
+            await self._turns.setdefault(number, asyncio.Event()).wait()
+        work = asyncio.ensure_future(self._host.ask(method, args))
+        self._next += 1
+        await asyncio.sleep(0)  # the call has begun before the next one does
+        if (waiting := self._turns.pop(self._next, None)) is not None:
+            waiting.set()
+        return await work
+
+    async def look(self, what: str) -> Any:
+        return self._host.look(what)
+
+    async def until_end(self) -> None:
+        await asyncio.Event().wait()
+
+
+class RayHandle:
+    """One actor."""
+
+    def __init__(self, spec: RoleSpec, actor: Any, on_event: OnEvent) -> None:
+        self.name, self.place = spec.name, "starting"
+        self.actor, self._on_event = actor, on_event
+        self._number = 0
+        self.stopped = ""
+
+    def begin(self, method: str, *args: Any) -> Future[Any]:
+        number, self._number = self._number, self._number + 1
+        return self._follow(self.actor.ask.remote(number, method, *args), self._settle)
+
+    def look(self, what: Literal["pulse", "stacks"]) -> Future[Any]:
+        return self._follow(self.actor.look.options(concurrency_group=WATCH).remote(what), _pass_on)
+
+    def build(self) -> Future[Any]:
+        def settle(out: Future[Any], answer: tuple[Reply, int, str]) -> None:
+            reply, pid, address = answer
+            self.place = f"node {address}, pid {pid}"
+            self._settle(out, reply)
+
+        return self._follow(self.actor.build.remote(), settle)
+
+    def until_end(self) -> Future[Any]:
+        return self._follow(self.actor.until_end.options(concurrency_group=WATCH).remote(), _pass_on)
+
+    def _settle(self, out: Future[Any], reply: Reply) -> None:
+        settle_reply(out, reply, self.name, self._on_event)
+
+    def _follow(self, ref: Any, settle: Callable[[Future[Any], Any], None]) -> Future[Any]:
+        """The answer to be, with Ray's words for a dead process made ours."""
+        out: Future[Any] = Future()
+        out.set_running_or_notify_cancel()  # whoever stops waiting for it does not end it
+
+        def done(answer: Future[Any]) -> None:
+            from ray.exceptions import RayActorError
+
+            try:
+                value = answer.result()
+            except RayActorError as error:
+                out.set_exception(WorkerLost(f"worker {self.name} ({self.place}) is gone: {self._cause(error)}"))
+            except Exception as error:  # noqa: BLE001  it belongs to whoever waits
+                out.set_exception(error)
+            else:
+                settle(out, value)
+
+        ref.future().add_done_callback(done)
+        return out
+
+    def _cause(self, error: Exception) -> str:
+        told = [line.strip() for line in str(error).splitlines() if line.strip()]
+        wanted = [
+            line for line in told if not line.startswith(("class_name:", "actor_id:", "pid:", "namespace:", "ip:"))
+        ]
+        return self.stopped or " ".join(wanted)[:600]
+
+
+def _pass_on(out: Future[Any], value: Any) -> None:
+    out.set_result(value)
+
+
+class RayCluster:
+    """Actors as workers."""
+
+    def __init__(self, config: ClusterConfig, *, on_event: OnEvent) -> None:
+        """Start Ray, or join the cluster at `config.address`. ConfigError when neither can be done."""
+        refuse_missing_ray()
+        self._on_event = on_event
+        self._handles: dict[str, RayHandle] = {}
+        os.environ.update(QUIET if config.address else QUIET | LOOPBACK_ONLY)
+        import ray
+
+        if ray.is_initialized():
+            raise ConfigError("this process is part of a Ray cluster already", hint="train in a process of its own")
+        try:
+            if config.address:
+                ray.init(address=config.address, log_to_driver=False, configure_logging=False)
+            else:
+                ray.init(
+                    address="local",
+                    object_store_memory=config.object_store_bytes,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    configure_logging=False,
+                )
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            where = f"no Ray cluster answers at cluster.address = '{config.address}'" if config.address else "Ray"
+            raise ConfigError(
+                f"{where}: {str(error).splitlines()[0]}",
+                hint="leave cluster.address out to start Ray here, or start it with `ray start --head`",
+            ) from error
+        self._ray = ray
+        options: dict[str, Any] = {"max_concurrency": MOST_CALLS, "concurrency_groups": {WATCH: 8}}
+        self._remote: Any = ray.remote(**options)
+        self.address = ray.util.get_node_ip_address()  # where this process can be reached by workers
+
+    @property
+    def num_gpus(self) -> int:
+        return int(self._ray.cluster_resources().get("GPU", 0))
+
+    @property
+    def num_cpus(self) -> float:
+        return float(self._ray.cluster_resources().get("CPU", 0))
+
+    @property
+    def num_nodes(self) -> int:
+        return sum(node["Alive"] for node in self._ray.nodes())
+
+    async def start(self, spec: RoleSpec) -> WorkerHandle:
+        actor_class = self._remote(Actor)
+        actor = actor_class.options(
+            name=f"gyre-{spec.name}-{os.getpid()}-{len(self._handles)}",
+            num_cpus=spec.cpus,
+            num_gpus=spec.gpus,
+            max_restarts=0,
+            max_task_retries=0,
+            scheduling_strategy="SPREAD",
+            runtime_env={"env_vars": dict(spec.environment)},
+        ).remote(spec)
+        handle = RayHandle(spec, actor, self._on_event)
+        self._handles[f"{spec.name} {len(self._handles)}"] = handle
+        build = handle.build()
+        try:
+            await arrive(build, handle, f"build on {self._offer(spec)}", spec.deadline_s)
+        except BaseException:
+            await self.stop(handle)
+            raise
+        return handle
+
+    async def stop(self, handle: WorkerHandle) -> None:
+        assert isinstance(handle, RayHandle)
+        handle.stopped = handle.stopped or "it was stopped"
+        with suppress(ValueError):  # of another Ray
+            self._ray.kill(handle.actor)
+        with suppress(WorkerLost, TimeoutError):
+            await asyncio.wait_for(asyncio.wrap_future(handle.until_end()), STOP_S)
+
+    async def watch(self, handle: WorkerHandle) -> str:
+        assert isinstance(handle, RayHandle)
+        try:
+            await asyncio.wrap_future(handle.until_end())
+        except WorkerLost as error:
+            return error.message
+        raise AssertionError("an actor's end is an error")
+
+    def share(self, value: Any) -> Any:
+        return self._ray.put(value)
+
+    async def stop_all(self) -> None:
+        """Stop every worker that is left; Ray stays."""
+        handles, self._handles = list(self._handles.values()), {}
+        await asyncio.gather(*(self.stop(handle) for handle in handles))
+
+    async def close(self) -> None:
+        await self.stop_all()
+        await asyncio.to_thread(self._ray.shutdown)
+
+    def _offer(self, spec: RoleSpec) -> str:
+        """What was asked for and what there is, for an error."""
+        total = self._ray.cluster_resources()
+        return f"{spec.cpus:g} of {total.get('CPU', 0):g} cores and {spec.gpus:g} of {total.get('GPU', 0):g} GPUs"
+
+
+def refuse_missing_ray() -> None:
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError("cluster.kind = 'ray': Ray is not installed", hint=INSTALL)

@@ -1,0 +1,147 @@
+"""Device: what one device holds during one stage: a trainer rank, an engine, the memory manager over both.
+In: a policy, a plan, the group of ranks. Out: the live objects, made in order and closed in reverse. Callers:
+wire.placement (in this process), wire.rank (in a worker).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+from gyre.core.records import Phase
+from gyre.core.seeds import derive_seed
+from gyre.engine.native import NativeEngine
+from gyre.models.decoder import Decoder
+from gyre.parallel.group import Group
+from gyre.planner.plan import Plan
+from gyre.runconfig import RunConfig
+from gyre.trainer.native import NativeTrainer
+from gyre.trainer.passes import ChunkLogprobs
+from gyre.vram.config import MemoryConfig
+from gyre.vram.manager import MemoryManager
+from gyre.vram.phases import default_needs
+from gyre.weights.gather import ShardSource
+from gyre.wire.make import Emit, Machine, Policy, load_reward_model, make_engine
+from gyre.wire.order import MAIN
+from gyre.wire.stages import Stage, trains_invariant
+
+
+class Device:
+    """One device during one stage. Without a `group` the trainer is alone."""
+
+    def __init__(
+        self, config: RunConfig, plan: Plan, folder: Path, machine: Machine, emit: Emit, *, group: Group | None = None
+    ) -> None:
+        self._config, self._plan, self._folder, self._machine, self._emit = config, plan, folder, machine, emit
+        self._group = group
+        self._manager: MemoryManager | None = None
+        self._own_weights = False  # the engine's, beside the trainer's
+        self.trainer: NativeTrainer | None = None
+        self.engine: NativeEngine | None = None
+
+    @property
+    def cuts_weights(self) -> bool:
+        """Whether the actor's weights lie in shards, so that an engine cannot read them where they are."""
+        ranks = 1 if self._group is None else self._group.size
+        zero, shard_ranks = self._config.parallel.of("actor")
+        return ranks > 1 and zero >= 2 and shard_ranks != 1
+
+    def make_trainer(self, stage: Stage, policy: Policy, version: int) -> NativeTrainer:
+        reward, reward_model = self._config.rewards.model_part(), None
+        if reward is not None and stage.name == MAIN:
+            reward_model = load_reward_model(reward.path, self._machine, policy)
+        self.trainer = NativeTrainer(
+            decoder=policy.decoder,
+            objective=stage.objective,
+            config=stage.trainer,
+            compute=self._machine.compute,
+            emit=self._emit,
+            seed=derive_seed(self._config.run.seed, "trainer", stage.name),
+            reward_model=reward_model,
+            version=version,
+            shared=not self.cuts_weights,
+            disk_folder=self._disk_folder(),
+            group=self._group,
+            parallel=self._config.parallel,
+            logprobs=self._logprobs(stage),
+        )
+        return self.trainer
+
+    def _logprobs(self, stage: Stage) -> ChunkLogprobs | None:
+        """The engine's own kernels in batch-invariant mode, which `check_invariant` has found able."""
+        if not trains_invariant(self._config, stage):
+            return None
+        from gyre.trainer.invariant import InvariantLogprobs  # here, since a CPU has no Triton
+
+        return InvariantLogprobs(page_tokens=self._plan.page_tokens)
+
+    async def make_engine(self, policy: Policy, *, own_weights: bool = False) -> NativeEngine:
+        """On the trainer's decoder, or with `own_weights` on one that is filled by handovers."""
+        plan, self._own_weights = self._plan, own_weights
+        sizes = self._config.engine.model_copy(update={"num_pages": plan.kv_pages, "page_tokens": plan.page_tokens})
+        if own_weights and self.trainer is not None:
+            decoder = Decoder(policy.spec, device=self._machine.device, dtype=self._machine.dtype)
+            policy = replace(policy, decoder=decoder)
+        self.engine = make_engine(sizes, policy, self._machine, self._emit, shared_weights=not own_weights)
+        await self.engine.start(dummy=own_weights)
+        return self.engine
+
+    def manage(self) -> None:
+        """Take what was made so far under the memory manager."""
+        tenants = [tenant for tenant in (self.engine, self.trainer) if tenant is not None]
+        self._manager = MemoryManager(
+            tenants,
+            self._budgets(),
+            self._machine.device,
+            self._emit,
+            needs=default_needs(shared_weights=not self._own_weights),
+            working=self._plan.working,
+        )
+
+    async def enter(self, phase: Phase, *, step: int) -> None:
+        """PhaseGate over the memory manager, on the compute thread."""
+        manager = self._manager
+        assert manager is not None
+        await asyncio.get_running_loop().run_in_executor(self._machine.compute, lambda: manager.enter(phase, step=step))
+
+    @property
+    def held_bytes(self) -> int:
+        """What the components hold on the device, as measured at the last phase change."""
+        return 0 if self._manager is None else self._manager.ledger.usage().device_bytes
+
+    async def close(self) -> None:
+        if self.engine is not None:
+            await self.engine.terminate()
+        if self.trainer is not None:
+            await self.trainer.close()
+
+    def whole_policy(self, policy: Policy) -> Policy:
+        """The policy with the trained weights whole, on every rank; all ranks call it, before `close`."""
+        assert self.trainer is not None
+        _, source = self.trainer.register()
+        if not isinstance(source, ShardSource):
+            return policy
+        decoder = Decoder(policy.spec, device=self._machine.device, dtype=self._machine.dtype)
+        source.gather_into({name: parameter.detach() for name, parameter in decoder.named_parameters()})
+        return replace(policy, decoder=decoder)
+
+    def _disk_folder(self) -> Path | None:
+        """Inside the run's folder, or for a folder elsewhere a part of it that no other run touches. Ranks do not
+        share one."""
+        name = self._config.memory.disk_folder
+        if not name:
+            return None
+        base = Path(name) / self._folder.name if Path(name).is_absolute() else self._folder / name
+        return base if self._group is None else base / f"rank-{self._group.rank}"
+
+    def _budgets(self) -> MemoryConfig:
+        plan = self._plan
+        return self._config.memory.model_copy(
+            update={
+                "device_budget_bytes": plan.device_budget_bytes,
+                "host_budget_bytes": plan.host_budget_bytes,
+                "disk_budget_bytes": plan.disk_budget_bytes,
+                "residency": plan.residency,
+            }
+        )

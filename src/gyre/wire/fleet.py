@@ -1,0 +1,258 @@
+"""Fleet: a run on the workers of a Ray cluster. In: the config's `[cluster]`. Out: a Placement whose trainer is a group
+of ranks and whose engine is a pool. Callers: wire.commands opens it, wire.run drives it.
+
+Ray is kept over restarts of a run; the workers, the store that the ranks meet at and its round are new each time, since
+ranks that find addresses of dead ones in an old store hang.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gyre.cluster.gate import ClusterGate
+from gyre.cluster.pool import EnginePool, PoolSettings
+from gyre.cluster.ray_cluster import RayCluster
+from gyre.cluster.trainers import TrainerGroup
+from gyre.cluster.waiting import ask
+from gyre.core.contracts import WorkerHandle
+from gyre.core.errors import ConfigError, RankError
+from gyre.core.records import RoleSpec
+from gyre.observe.hardware import describe_hardware
+from gyre.parallel.start import child_environment, hold_store
+from gyre.planner.plan import Plan
+from gyre.runconfig import RunConfig
+from gyre.text.tokenizer import Tokenizer
+from gyre.wire.make import Emit, Facts, Machine, make_facts
+from gyre.wire.placement import Placed
+from gyre.wire.rank import RankOrder
+from gyre.wire.stages import Stage
+
+LOOPBACK = "127.0.0.1"
+
+
+class Fleet:
+    """Ray, and how many workers of what kind a run has there."""
+
+    def __init__(self, config: RunConfig) -> None:
+        """Start or join Ray. ConfigError when it cannot hold the workers."""
+        _refuse_unsupported(config)
+        self.config = config.cluster
+        self._emit: Emit = lambda kind, **fields: None
+        self.cluster = RayCluster(config.cluster, on_event=self._forward)
+        self.num_workers = config.cluster.num_workers or max(1, self.cluster.num_gpus)
+        self.on_gpus = config.run.device == "cuda" or (config.run.device == "auto" and self.cluster.num_gpus > 0)
+        self._check_room()
+
+    @property
+    def host(self) -> str:
+        """Where workers reach this process."""
+        return self.cluster.address if self.config.address else LOOPBACK
+
+    @property
+    def share(self) -> int:
+        """Workers on one machine."""
+        return math.ceil((self.num_workers + self.config.engine_workers) / self.cluster.num_nodes)
+
+    def forward_to(self, emit: Emit) -> None:
+        """Where the workers' events go, from now on."""
+        self._emit = emit
+
+    async def close(self) -> None:
+        await self.cluster.close()
+
+    def _forward(self, worker: str, kind: str, **fields: Any) -> None:
+        self._emit(kind, worker=worker, **fields)
+
+    def _check_room(self) -> None:
+        wanted = self.num_workers + self.config.engine_workers
+        cores, gpus = wanted * self.config.cpus_per_worker, wanted if self.on_gpus else 0
+        if cores > self.cluster.num_cpus or gpus > self.cluster.num_gpus:
+            offered = f"{self.cluster.num_cpus:g} cores and {self.cluster.num_gpus} GPUs"
+            asyncio.run(self.close())
+            raise ConfigError(
+                f"{wanted} workers need {cores:g} cores and {gpus} GPUs, the cluster offers {offered}",
+                hint="lower cluster.num_workers, cluster.engine_workers or cluster.cpus_per_worker",
+            )
+
+
+class Spread:
+    """Placement over a fleet, for one attempt at a run."""
+
+    def __init__(self, config: RunConfig, folder: Path, machine: Machine, emit: Emit, fleet: Fleet) -> None:
+        self._config, self._folder, self._machine, self._emit, self._fleet = config, folder, machine, emit, fleet
+        self._settings = fleet.config
+        self._handles: list[WorkerHandle] = []  # of the trainer's ranks, by rank
+        self._store: Any = None
+        self._round = uuid.uuid4().hex
+        self._group: TrainerGroup | None = None
+        self._pool: EnginePool | None = None
+        self._stage: tuple[Stage, Plan] | None = None
+        fleet.forward_to(emit)
+
+    @property
+    def share(self) -> int:
+        return self._fleet.share
+
+    async def open(self, tokenizer: Tokenizer) -> Facts:
+        """Start the ranks; each makes the model."""
+        facts = make_facts(self._config, tokenizer)
+        self._store = hold_store(self._fleet.host, timeout_s=self._settings.start_deadline_s)
+        names = [f"worker-{rank}" for rank in range(self._fleet.num_workers)]
+        self._emit("cluster.starting", workers=names, engine_workers=self._settings.engine_workers)
+        starts = [self._fleet.cluster.start(self._spec(name, rank)) for rank, name in enumerate(names)]
+        self._handles = await _all_or_first_error(starts)
+        self._emit("cluster.started", workers={handle.name: handle.place for handle in self._handles})
+        return facts
+
+    async def begin(self, stage: Stage, plan: Plan, *, version: int, found: Mapping[str, Any] | None) -> Placed:
+        self._stage = (stage, plan)
+        group = self._group = TrainerGroup(
+            self._fleet.cluster,
+            self._handles,
+            emit=self._emit,
+            call_deadline_s=self._settings.call_deadline_s,
+            hang_s=self._settings.hang_s,
+        )
+        snapshot = "" if found is None else str(found["path"])
+        begun = (stage.name, plan.to_json(), version, snapshot)
+        versions = await group.run(f"start of stage {stage.name}", "begin", *begun, patience_s=self._patience_s)
+        group.version = versions[0]
+        if plan.kv_pages > 0:
+            self._pool = await self._make_pool(group.version)
+        handles = self._pool_handles if self._pool is not None else lambda: self._handles
+        return Placed(
+            trainer=group,
+            gate=ClusterGate(handles, emit=self._emit, deadline_s=self._settings.call_deadline_s),
+            snapshots=SpreadSnapshots(group, patience_s=self._patience_s),
+            engine=self._pool,
+            lifecycle=self._pool,
+            version=lambda: group.version,
+        )
+
+    async def end(self, *, failed: bool) -> None:
+        """After a failure nothing is asked of the workers any more: `close` ends them."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            await pool.close()
+        if failed or self._group is None:
+            return
+        await self._group.run("end of the stage", "end", patience_s=self._patience_s)
+        for handle in [] if pool is None else pool.handles:
+            if handle not in self._handles:
+                await self._fleet.cluster.stop(handle)
+
+    async def export(self, folder: Path, tokenizer_files: Path) -> None:
+        where = (str(folder.absolute()), str(tokenizer_files.absolute()))
+        await ask(self._handles[0], "export", *where, deadline_s=self._settings.call_deadline_s)
+
+    async def close(self) -> None:
+        """End the workers of this attempt."""
+        if self._pool is not None:
+            await self._pool.close()
+        await self._fleet.cluster.stop_all()
+        self._store = None
+
+    @property
+    def _patience_s(self) -> float:
+        return self._settings.call_deadline_s
+
+    def _pool_handles(self) -> list[WorkerHandle]:
+        assert self._pool is not None
+        return self._pool.handles
+
+    async def _make_pool(self, version: int) -> EnginePool:
+        settings = self._settings
+        extra = [f"engine-{number}" for number in range(settings.engine_workers)]
+        engines = await _all_or_first_error([self._start_engine(name) for name in extra])
+        return EnginePool(
+            self._fleet.cluster,
+            [*self._handles, *engines],
+            settings=PoolSettings(
+                call_deadline_s=settings.call_deadline_s,
+                hang_s=settings.hang_s,
+                progress_tokens=settings.progress_tokens,
+                max_restarts=settings.max_restarts,
+            ),
+            emit=self._emit,
+            vital=frozenset(handle.name for handle in self._handles),
+            revive=self._start_engine,
+            version=version,
+        )
+
+    async def _start_engine(self, name: str) -> WorkerHandle:
+        """A worker with an engine alone, on dummy weights."""
+        assert self._stage is not None
+        stage, plan = self._stage
+        handle = await self._fleet.cluster.start(self._spec(name, None))
+        await ask(handle, "begin", stage.name, plan.to_json(), 0, "", deadline_s=self._settings.start_deadline_s)
+        self._emit("cluster.started", workers={name: handle.place})
+        return handle
+
+    def _spec(self, name: str, rank: int | None) -> RoleSpec:
+        fleet = self._fleet
+        order = RankOrder(
+            config=self._config,
+            folder=self._folder.absolute(),
+            directory=Path.cwd(),
+            rank=rank,
+            world_size=fleet.num_workers,
+            store_host=fleet.host,
+            store_port=self._store.port,
+            round_id=self._round,
+        )
+        return RoleSpec(
+            name=name,
+            builder="gyre.wire.rank:build_rank",
+            arguments={"order": order},
+            environment=self._environment(),
+            gpus=1.0 if fleet.on_gpus else 0.0,
+            cpus=self._settings.cpus_per_worker,
+            deadline_s=self._settings.start_deadline_s,
+        )
+
+    def _environment(self) -> dict[str, str]:
+        threads = self._config.run.threads or max(1, describe_hardware()["cores"] // self._fleet.share)
+        environment = {"OMP_NUM_THREADS": str(threads), **child_environment(multicast=self._settings.multicast)}
+        if not self._settings.address:
+            environment |= {"GLOO_SOCKET_IFNAME": "lo"}
+        return environment | {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
+
+
+class SpreadSnapshots:
+    """SnapshotPort: every rank gives its part, the first one writes, to a disk that all nodes see."""
+
+    def __init__(self, group: TrainerGroup, *, patience_s: float) -> None:
+        self._group, self._patience_s = group, patience_s
+
+    async def save(self, *, step: int, state: Mapping[str, Any], blobs: Mapping[str, bytes]) -> None:
+        await self._group.run(f"snapshot of step {step}", "save", step, state, blobs, patience_s=self._patience_s)
+
+
+async def _all_or_first_error(works: Any) -> list[Any]:
+    """Results of all; when one fails, that error, once the others have ended too."""
+    found = await asyncio.gather(*works, return_exceptions=True)
+    errors = [result for result in found if isinstance(result, BaseException)]
+    if errors:
+        raise next((error for error in errors if not isinstance(error, RankError)), errors[0])
+    return list(found)
+
+
+def _refuse_unsupported(config: RunConfig) -> None:
+    if config.snapshot.background:
+        raise ConfigError(
+            "snapshot.background = true with cluster.kind = 'ray': workers write their snapshots before they go on",
+            hint="leave snapshot.background out",
+        )
+    zero, _ = config.parallel.of("actor")
+    if config.cluster.engine_workers and zero >= 2:
+        raise ConfigError(
+            f"cluster.engine_workers = {config.cluster.engine_workers} with parallel.zero = {zero}: weights in shards "
+            "reach only engines beside a trainer rank",
+            hint="set parallel.zero = 1, or cluster.engine_workers = 0",
+        )

@@ -1,0 +1,145 @@
+"""Rank: the object in a worker of a training run. In: the run's config, which rank it is, then stages. Out: seats for a
+trainer rank and an engine. Every rank gets every call but those for one engine. Started by wire.fleet, by the name
+"gyre.wire.rank:build_rank".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from gyre.cluster.host import Context
+from gyre.cluster.seats import EngineSeat, TrainerSeat
+from gyre.core.records import Phase
+from gyre.models.heads import ScalarHead
+from gyre.parallel.group import Group
+from gyre.parallel.start import Seat, join
+from gyre.planner.plan import Plan
+from gyre.runconfig import RunConfig
+from gyre.text.tokenizer import load_tokenizer
+from gyre.wire.device import Device
+from gyre.wire.make import Machine, Policy, make_machine, make_policy
+from gyre.wire.placement import export_policy, stage_store
+from gyre.wire.stages import plan_stages
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankOrder:
+    """What a worker is to be."""
+
+    config: RunConfig
+    folder: Path  # of the run; on a disk that all nodes see
+    directory: Path  # where the driver works; paths in the config are relative to it
+    rank: int | None  # None: an engine alone
+    world_size: int
+    store_host: str
+    store_port: int
+    round_id: str  # differs at every start of the ranks
+
+
+async def build_rank(context: Context, *, order: RankOrder) -> RankWorker:
+    """Make the model and become a rank; returns when all ranks are there."""
+    os.chdir(order.directory)
+    machine = make_machine(order.config)
+    tokenizer = load_tokenizer(order.folder / "tokenizer")
+    loop = asyncio.get_running_loop()
+    policy = await loop.run_in_executor(machine.compute, make_policy, order.config, tokenizer, machine)
+    group = None
+    if order.rank is not None:
+        seat = Seat(
+            rank=order.rank,
+            world_size=order.world_size,
+            store_host=order.store_host,
+            store_port=order.store_port,
+            round_id=order.round_id,
+            backend="nccl" if machine.device.type == "cuda" else "gloo",
+            device=torch.device("cuda", 0) if machine.device.type == "cuda" else machine.device,
+            timeout_s=order.config.parallel.timeout_s,
+        )
+        group = await loop.run_in_executor(machine.compute, join, seat)
+    register_module_forward_pre_hook(lambda module, args: context.tick())  # one for each layer that runs
+    return RankWorker(context, order, machine, policy, group)
+
+
+class RankWorker:
+    """`trainer` and `engine` are there from `begin` to `end`; an engine worker has no trainer."""
+
+    def __init__(
+        self, context: Context, order: RankOrder, machine: Machine, policy: Policy, group: Group | None
+    ) -> None:
+        self._context, self._order, self._machine = context, order, machine
+        self._config, self._policy, self._group = order.config, policy, group
+        self._device: Device | None = None
+        self._stage = ""
+        self._head: ScalarHead | None = None
+        self.trainer: TrainerSeat | None = None
+        self.engine: EngineSeat | None = None
+
+    async def begin(self, stage_name: str, plan_json: str, version: int, snapshot: str) -> int:
+        """Make the stage's objects; with `snapshot`, a path, the trainer goes on from it. Returns its version."""
+        stage = next(stage for stage in plan_stages(self._config, "all") if stage.name == stage_name)
+        plan, self._stage = Plan.from_json(plan_json), stage_name
+        device = self._device = Device(
+            self._config, plan, self._order.folder, self._machine, self._context.emit, group=self._group
+        )
+        if self._order.rank is not None:
+            trainer = await self._on_compute(lambda: device.make_trainer(stage, self._policy, version))
+            if snapshot:
+                await self._on_compute(lambda: trainer.restore(self._load(snapshot)))
+            self.trainer = TrainerSeat(trainer, rank=self._order.rank, compute=self._machine.compute)
+            version = trainer.version
+        if plan.kv_pages > 0:
+            own_weights = self.trainer is None or device.cuts_weights
+            self.engine = EngineSeat(
+                await device.make_engine(self._policy, own_weights=own_weights), trainer=self.trainer
+            )
+        await self._on_compute(device.manage)
+        return version
+
+    async def end(self) -> None:
+        device, self._device = self._device, None
+        assert device is not None
+        self.trainer = self.engine = None
+        if device.trainer is not None:
+            self._policy = await self._on_compute(lambda: device.whole_policy(self._policy))
+            self._head = device.trainer.head
+        await device.close()
+
+    async def enter(self, phase: Phase, step: int) -> int:
+        """Move this device's memory for a phase. Returns the bytes that its components hold there afterwards."""
+        assert self._device is not None
+        await self._device.enter(phase, step=step)
+        return self._device.held_bytes
+
+    async def save(self, step: int, state: Mapping[str, Any], blobs: Mapping[str, bytes]) -> None:
+        """Write a snapshot: every rank gives its part, the first one writes."""
+        await self._on_compute(lambda: self._save(step, state, blobs))
+
+    async def export(self, folder: str, tokenizer_files: str) -> None:
+        files = Path(tokenizer_files)
+        await self._on_compute(lambda: export_policy(self._policy, self._head, Path(folder), self._machine, files))
+
+    def _load(self, path: str) -> Mapping[str, Any]:
+        store = stage_store(self._config, self._order.folder, self._stage, self._context.emit)
+        snapshot = store.load(Path(path))
+        return {"tensors": snapshot.tensors, "state": snapshot.state["trainer"]}
+
+    def _save(self, step: int, state: Mapping[str, Any], blobs: Mapping[str, bytes]) -> None:
+        assert self.trainer is not None
+        own = self.trainer.trainer.snapshot()
+        if self._order.rank == 0:
+            store = stage_store(self._config, self._order.folder, self._stage, self._context.emit)
+            whole = {"loop": state, "trainer": own["state"]}
+            store.save(step, tensors=own["tensors"], state=whole, blobs=blobs)
+
+    async def _on_compute(self, work: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._machine.compute, work)

@@ -1,0 +1,171 @@
+"""Contract suite of Cluster and WorkerHandle: what whoever starts workers relies on. Ray's is slow: it starts Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+from cluster_roles import HERE, end_thread
+
+from gyre.cluster.config import ClusterConfig
+from gyre.cluster.host import WorkerFault
+from gyre.cluster.local import LocalCluster
+from gyre.cluster.ray_cluster import RayCluster
+from gyre.cluster.waiting import arrive, ask
+from gyre.core.errors import DeadlineError, InputError, WorkerLost
+from gyre.core.records import RoleSpec
+
+EVENTS: list[tuple[str, str, dict[str, Any]]] = []
+
+
+def note(worker: str, kind: str, **fields: Any) -> None:
+    EVENTS.append((worker, kind, fields))
+
+
+def make_ray() -> RayCluster:
+    pytest.importorskip("ray")
+    os.environ.setdefault("PYTHONPATH", "")
+    return RayCluster(ClusterConfig(kind="ray", object_store_bytes=200 << 20), on_event=note)
+
+
+CLUSTERS: dict[str, Callable[[], Any]] = {"threads": lambda: LocalCluster(on_event=note), "ray": make_ray}
+
+
+@pytest.fixture(scope="module", params=["threads", pytest.param("ray", marks=pytest.mark.slow)])
+def cluster(request) -> Iterator[Any]:
+    made = CLUSTERS[request.param]()
+    yield made
+    asyncio.run(made.close())
+
+
+def spec(name: str, **fields: Any) -> RoleSpec:
+    path = os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")])
+    fields = {"builder": "cluster_roles:odd", "cpus": 0.5, "deadline_s": 60.0, **fields}
+    return RoleSpec(name=name, environment={"PYTHONPATH": path, "GYRE_SAID": name}, **fields)
+
+
+def go(work: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(work(), 90))  # type: ignore[arg-type]
+
+
+def test_calls_are_answered_and_events_come_along(cluster) -> None:
+    async def main() -> None:
+        handle = await cluster.start(spec("one"))
+        shared = cluster.share(np.arange(5))
+        assert (await ask(handle, "echo", shared, deadline_s=20)).tolist() == [0, 1, 2, 3, 4]
+        assert ("one", "odd.echo", {"size": 11}) in EVENTS
+        assert handle.name == "one" and str(await ask(handle, "pid", deadline_s=20)) in handle.place
+        await cluster.stop(handle)
+
+    go(main)
+
+
+def test_calls_begin_in_the_order_in_which_they_were_made(cluster) -> None:
+    """Large arguments travel another way than small ones, and must not come later for that."""
+
+    async def main() -> None:
+        handle = await cluster.start(spec("ordered"))
+        large = np.zeros(300_000)
+        begun = [handle.begin("note", i, large if i % 3 == 0 else None) for i in range(40)]
+        await asyncio.gather(*(arrive(future, handle, "note", 30) for future in begun))
+        assert await ask(handle, "noted", deadline_s=20) == list(range(40))
+        await cluster.stop(handle)
+
+    go(main)
+
+
+def test_errors_come_as_what_they_were(cluster) -> None:
+    async def main() -> None:
+        handle = await cluster.start(spec("odd"))
+        with pytest.raises(InputError, match="not this") as refused:
+            await ask(handle, "refuse", deadline_s=20)
+        assert refused.value.hint == "something else"
+        with pytest.raises(WorkerFault, match=r"(?s)broken inside.*in worker odd.*break_"):
+            await ask(handle, "break_", deadline_s=20)
+        assert await ask(handle, "echo", 1, deadline_s=20) == 1
+        await cluster.stop(handle)
+
+    go(main)
+
+
+def test_a_builder_that_fails_leaves_no_worker(cluster) -> None:
+    async def main() -> None:
+        with pytest.raises(InputError, match="told to fail"):
+            await cluster.start(spec("stillborn", arguments={"fail": True}))
+
+    go(main)
+
+
+def test_a_busy_worker_is_late_and_can_still_be_looked_at(cluster) -> None:
+    async def main() -> None:
+        handle = await cluster.start(spec("busy"))
+        blocked = handle.begin("block", 1.5)
+        with pytest.raises(DeadlineError, match="worker busy"):
+            await ask(handle, "pid", deadline_s=0.2)
+        stacks = await arrive(handle.look("stacks"), handle, "stacks", 20)
+        assert "block" in stacks
+        assert isinstance(await arrive(handle.look("pulse"), handle, "pulse", 20), int)
+        await arrive(blocked, handle, "block", 20)
+        await cluster.stop(handle)
+
+    go(main)
+
+
+def test_the_end_of_a_worker_is_noticed(cluster) -> None:
+    async def main() -> None:
+        handle = await cluster.start(spec("mortal"))
+        watch = asyncio.create_task(cluster.watch(handle))
+        waiting = handle.begin("block", 5.0)
+        if isinstance(cluster, LocalCluster):
+            end_thread(cluster, "mortal")
+        else:
+            os.kill(await_pid(handle), 9)
+        cause = await asyncio.wait_for(watch, 30)
+        assert cause
+        for future in (waiting, handle.begin("pid")):
+            with pytest.raises(WorkerLost, match="mortal"):
+                await arrive(future, handle, "pid", 20)
+        await cluster.stop(handle)
+
+    go(main)
+
+
+def await_pid(handle: Any) -> int:
+    return int(handle.place.rpartition(" ")[2])
+
+
+def test_a_stopped_worker_is_gone(cluster) -> None:
+    async def main() -> None:
+        handle = await cluster.start(spec("stopped"))
+        pid = await_pid(handle) if not isinstance(cluster, LocalCluster) else None
+        await cluster.stop(handle)
+        await cluster.stop(handle)
+        with pytest.raises(WorkerLost, match="stopped"):
+            await ask(handle, "pid", deadline_s=20)
+        if pid is not None:
+            with suppress(ProcessLookupError):
+                for _ in range(200):
+                    os.kill(pid, 0)
+                    await asyncio.sleep(0.05)
+                raise AssertionError("the process is still there")
+
+    go(main)
+
+
+@pytest.mark.slow
+def test_a_ray_worker_has_the_environment_that_was_asked_for() -> None:
+    cluster = make_ray()
+
+    async def main() -> None:
+        handle = await cluster.start(spec("environed"))
+        assert await ask(handle, "environment", "GYRE_SAID", deadline_s=20) == "environed"
+        with pytest.raises(DeadlineError, match=r"9 of 0 GPUs"):
+            await cluster.start(spec("greedy", gpus=9.0, deadline_s=2.0))
+        await cluster.close()
+
+    go(main)

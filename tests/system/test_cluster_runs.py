@@ -1,0 +1,132 @@
+"""Runs on Ray: two trainer ranks and two engines give what one process gives; a worker that is killed or hangs costs a
+restart and nothing else; an engine that is killed costs its rollouts; several nodes on one machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from system_runs import Answer, Fault, Story, events_of, gyre, read_story, write_config
+
+pytest.importorskip("ray")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+ON_RAY: Mapping[str, Any] = {
+    "cold_start": None,
+    "snapshot.every_steps": 1,
+    "cluster": {
+        "kind": "ray",
+        "num_workers": 2,
+        "cpus_per_worker": 0.5,
+        "object_store_bytes": 200 << 20,
+        "progress_tokens": 2,
+    },
+}
+
+
+def run(folder: Path, sets: Mapping[str, Any], **options: Any) -> Answer:
+    folder.mkdir(exist_ok=True)
+    answer = gyre("train", write_config(folder, sets), "--plain", folder=folder, **options)
+    assert not answer.left_behind, answer.left_behind
+    return answer
+
+
+def finished(folder: Path, sets: Mapping[str, Any], **options: Any) -> Story:
+    answer = run(folder, sets, **options)
+    assert answer.code == 0, answer.err
+    return read_story(folder / "runs" / "tiny")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> Story:
+    return finished(tmp_path_factory.mktemp("whole"), ON_RAY)
+
+
+def test_two_workers_give_what_one_process_gives(tmp_path: Path, undisturbed: Story) -> None:
+    alone = finished(tmp_path, {**ON_RAY, "cluster": None})
+    assert len(alone.steps) == len(undisturbed.steps) == 5
+    for here, there in zip(undisturbed.steps, alone.steps, strict=True):
+        assert (here["step"], here["version"], here["num_tokens"]) == (
+            there["step"],
+            there["version"],
+            there["num_tokens"],
+        )
+        for name in ("loss", "grad_norm", "reward", "length", "entropy"):
+            assert here["metrics"][name] == pytest.approx(there["metrics"][name], rel=1e-3, abs=1e-4), name
+        assert here["metrics"]["logprob_gap_max"] < 1e-4
+
+
+def test_a_killed_worker_costs_a_restart_and_nothing_else(tmp_path: Path, undisturbed: Story) -> None:
+    fault = Fault(point="event", match="phase.started train", number=3, action="kill_worker", worker="worker-1")
+    story = finished(tmp_path, ON_RAY, fault=fault)
+    assert story == undisturbed
+    assert story.num_attempts == 2
+    (restart,) = events_of(tmp_path / "runs" / "tiny", "retry.run_restarted")
+    assert "worker-1" in restart["error"]
+
+
+def test_a_worker_that_hangs_is_noticed_and_costs_a_restart(tmp_path: Path, undisturbed: Story) -> None:
+    fault = Fault(point="event", match="phase.started train", number=2, action="stop_worker", worker="worker-0")
+    sets = {**ON_RAY, "cluster": {**ON_RAY["cluster"], "hang_s": 6.0}}
+    story = finished(tmp_path, sets, fault=fault)
+    assert story == undisturbed
+    (restart,) = events_of(tmp_path / "runs" / "tiny", "retry.run_restarted")
+    assert "hangs" in restart["error"] and "worker-0 answers nothing" in restart["error"]
+    assert "== worker-1" in restart["error"] and "all_reduce" in restart["error"]
+
+
+def test_restarts_are_bounded_and_the_last_error_names_the_worker(tmp_path: Path) -> None:
+    fault = Fault(point="event", match="phase.started rollout", number=2, action="kill_worker", worker="worker-0")
+    answer = run(tmp_path, {**ON_RAY, "cluster": {**ON_RAY["cluster"], "max_restarts": 0}}, fault=fault)
+    assert answer.code != 0
+    assert "worker-0" in answer.err and "Traceback" not in answer.err
+
+
+def test_a_killed_engine_costs_its_rollouts_only(tmp_path: Path) -> None:
+    sets = {
+        **ON_RAY,
+        "rollout.max_tokens": 64,
+        "rollout.ignore_eos": True,
+        "cluster": {**ON_RAY["cluster"], "num_workers": 1, "engine_workers": 1},
+    }
+    fault = Fault(point="event", match="phase.started rollout", number=2, action="kill_worker", worker="engine-0")
+    story = finished(tmp_path, sets, fault=fault)
+    assert story.num_attempts == 1 and len(story.steps) == 5
+    folder = tmp_path / "runs" / "tiny"
+    (lost,) = events_of(folder, "engine.lost")
+    assert lost["engine"] == "engine-0"
+    again = events_of(folder, "retry.request_requeued")
+    assert len(again) == lost["requests"] > 0
+    assert not events_of(folder, "retry.run_restarted")
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_weights_go_from_shards_into_the_engines(tmp_path: Path, undisturbed: Story, zero: int) -> None:
+    """Sharded weights are float32 masters here, so that the numbers are those of the other runs."""
+    story = finished(tmp_path, {**ON_RAY, "parallel.zero": zero})
+    gathered = events_of(tmp_path / "runs" / "tiny", "weights.gathered")
+    assert {row["worker"] for row in gathered} == {"worker-0", "worker-1"}
+    for here, there in zip(story.steps, undisturbed.steps, strict=True):
+        assert here["version"] == there["version"]
+        for name in ("loss", "grad_norm", "reward", "length"):
+            assert here["metrics"][name] == pytest.approx(there["metrics"][name], rel=1e-3, abs=1e-4), name
+        assert here["metrics"]["logprob_gap_max"] < 1e-4
+
+
+def test_several_nodes(tmp_path: Path, undisturbed: Story, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in LOOPBACK.items():
+        monkeypatch.setenv(name, value)
+    from ray.cluster_utils import Cluster
+
+    nodes = {"num_cpus": 1, "object_store_memory": 100 << 20, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=nodes)
+    try:
+        cluster.add_node(**nodes)
+        settings = {**ON_RAY["cluster"], "address": cluster.address, "cpus_per_worker": 1.0}
+        story = finished(tmp_path, {**ON_RAY, "cluster": settings}, env=LOOPBACK)
+    finally:
+        cluster.shutdown()
+    assert story == undisturbed
