@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner_cases import make_job
 
+from gyre.parallel.group import alone
+from gyre.parallel.mesh import make_mesh
 from gyre.planner.layouts import Layout, away_bytes, gathered_bytes, state_bytes
 from gyre.planner.memory import predict_components
 from gyre.planner.moments import Engine, Moment, device_bytes_of, host_bytes_of, phase_moments, train_moments
@@ -78,7 +80,8 @@ def test_states_of_one_rank_are_those_of_the_flat_optimizer(dtype) -> None:
         "matrix": torch.nn.Parameter(torch.zeros(320, 64, dtype=getattr(torch, dtype))),
         "norm": torch.nn.Parameter(torch.zeros(64, dtype=getattr(torch, dtype))),
     }
-    optimizer = FlatOptimizer(parameters, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    mesh = make_mesh(alone(), 0)
+    optimizer = FlatOptimizer(parameters, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, mesh=mesh)
     flat = (optimizer.grad_N, optimizer.exp_avg_N, optimizer.exp_avg_sq_N, optimizer.master_N)
     real = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in flat}
     real |= {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in parameters.values()}

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gyre.core.records import Checkpointing
+from gyre.parallel.config import Zero
 from gyre.planner.gpus import Gpu
-from gyre.planner.layouts import Layout, Offload, Zero
+from gyre.planner.layouts import Layout, Offload
 from gyre.planner.moments import (
     USABLE_SHARE,
     Job,

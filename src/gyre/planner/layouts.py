@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from gyre.core.records import Checkpointing
+from gyre.parallel.config import Zero
 from gyre.planner.activations import ITEM_BYTES
 from gyre.planner.plan import Dtype, ModelNumbers
 
-Zero = Literal[0, 1, 2, 3]
 Offload = Literal["none", "optimizer", "all"]
 
 FLOAT = 4  # bytes of a float32 number

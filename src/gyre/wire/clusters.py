@@ -13,16 +13,15 @@ from typing import Any
 from gyre.core.errors import ConfigError
 from gyre.engine.config import EngineConfig, plan_engine
 from gyre.models.spec import ModelSpec
+from gyre.parallel.config import Zero
 from gyre.planner.candidates import Cluster, Fixed
 from gyre.planner.checklist import Settings, inference_lines, training_lines
 from gyre.planner.describe import as_mapping, describe
 from gyre.planner.features import built_features
 from gyre.planner.gpus import Gpu, find_gpu
-from gyre.planner.hardware import saving_on_cuda
-from gyre.planner.layouts import Zero
 from gyre.planner.memory import ITEM_BYTES, engine_bytes
 from gyre.planner.moments import MIB, Engine, Job
-from gyre.planner.plan import Dtype, PlanInputs
+from gyre.planner.plan import Dtype, PlanInputs, Saving
 from gyre.planner.search import Choice, choose
 from gyre.planner.shapes import find_shape, model_numbers
 from gyre.planner.sizes import check_lengths, longest_sequence
@@ -77,7 +76,7 @@ def plan_shape(request: Request) -> dict[str, Any]:
     job = Job(
         model=model_numbers(spec),
         dtype=_dtype(None, cluster.gpu),
-        saving=saving_on_cuda(),
+        saving=_saving(_dtype(None, cluster.gpu)),
         longest=request.sequence_tokens,
         mean_tokens=request.sequence_tokens,
         tokens_per_update=request.update_tokens,
@@ -140,7 +139,7 @@ def make_job(inputs: PlanInputs, dtype: Dtype, cluster: Cluster) -> Job:
     return Job(
         model=inputs.model,
         dtype=dtype,
-        saving=saving_on_cuda(),
+        saving=_saving(dtype),
         longest=longest,
         mean_tokens=mean,
         tokens_per_update=per_update * mean,
@@ -156,6 +155,11 @@ def make_job(inputs: PlanInputs, dtype: Dtype, cluster: Cluster) -> Job:
 
 def _dtype(asked: Dtype | None, gpu: Gpu) -> Dtype:
     return asked or ("bfloat16" if gpu.bf16 else "float32")
+
+
+def _saving(dtype: Dtype) -> Saving:
+    """The GPUs are not here, and neither is their torch, which brings Triton along. Its kernels take no float32."""
+    return "triton" if dtype == "bfloat16" else "torch_cuda"
 
 
 def _settings(engine: EngineConfig, snapshot: SnapshotConfig, *, completions_per_prompt: int) -> Settings:
