@@ -220,7 +220,7 @@ class Spread:
         threads = self._config.run.threads or max(1, describe_hardware()["cores"] // self._fleet.share)
         environment = {"OMP_NUM_THREADS": str(threads), **child_environment(multicast=self._settings.multicast)}
         if not self._settings.address:
-            environment |= {"GLOO_SOCKET_IFNAME": "lo"}
+            environment |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         return environment | {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
 
 
