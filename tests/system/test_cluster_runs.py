@@ -126,6 +126,18 @@ def test_ctrl_c_leaves_nothing_behind_and_the_run_goes_on(tmp_path: Path, undist
     assert read_story(tmp_path / "runs" / "tiny") == undisturbed
 
 
+def test_a_cluster_that_is_too_small_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    answer = run(tmp_path, {**ON_RAY, "cluster": {**ON_RAY["cluster"], "num_workers": 900}})
+    assert answer.code != 0 and "900 workers need 450 cores" in answer.err, answer.err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_shards_and_engines_alone_are_refused(tmp_path: Path) -> None:
+    sets = {**ON_RAY, "parallel.zero": 2, "cluster": {**ON_RAY["cluster"], "engine_workers": 1}}
+    answer = run(tmp_path, sets)
+    assert answer.code != 0 and "shards reach only engines beside a trainer rank" in answer.err.replace("\n", " ")
+
+
 @pytest.mark.parametrize("zero", [2, 3])
 def test_weights_go_from_shards_into_the_engines(tmp_path: Path, undisturbed: Story, zero: int) -> None:
     """Sharded weights are float32 masters here, so that the numbers are those of the other runs."""

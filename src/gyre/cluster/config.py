@@ -46,7 +46,7 @@ class ClusterConfig(Section):
     def refuse_workers_inline(self) -> ClusterConfig:
         if self.kind == "inline" and (self.num_workers > 1 or self.engine_workers or self.address):
             raise ValueError(
-                "kind = 'inline' works on one device in this process: give kind = 'ray' for num_workers, engine_workers "
-                "or address"
+                "kind = 'inline' works on one device in this process: give kind = 'ray' for num_workers, "
+                "engine_workers or address"
             )
         return self

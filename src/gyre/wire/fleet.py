@@ -247,7 +247,7 @@ def _refuse_unsupported(config: RunConfig) -> None:
     zero, _ = config.parallel.of("actor")
     if config.cluster.engine_workers and zero >= 2:
         raise ConfigError(
-            f"cluster.engine_workers = {config.cluster.engine_workers} with parallel.zero = {zero}: weights in shards "
-            "reach only engines beside a trainer rank",
+            f"cluster.engine_workers = {config.cluster.engine_workers} with parallel.zero = {zero}: "
+            "shards reach only engines beside a trainer rank",
             hint="set parallel.zero = 1, or cluster.engine_workers = 0",
         )
