@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from cluster_roles import HERE, end_thread
 
@@ -157,15 +158,26 @@ def test_a_stopped_worker_is_gone(cluster) -> None:
     go(main)
 
 
-@pytest.mark.slow
-def test_a_ray_worker_has_the_environment_that_was_asked_for() -> None:
-    cluster = make_ray()
+def test_a_worker_has_the_environment_and_the_devices_that_were_asked_for(cluster) -> None:
+    if isinstance(cluster, LocalCluster):
+        pytest.skip("a thread has no environment of its own")
 
     async def main() -> None:
         handle = await cluster.start(spec("environed"))
         assert await ask(handle, "environment", "GYRE_SAID", deadline_s=20) == "environed"
         with pytest.raises(DeadlineError, match=r"9 of 0 GPUs"):
             await cluster.start(spec("greedy", gpus=9.0, deadline_s=2.0))
-        await cluster.close()
+        await cluster.stop(handle)
 
     go(main)
+
+
+def test_what_was_started_here_listens_on_loopback_only(cluster) -> None:
+    if isinstance(cluster, LocalCluster):
+        pytest.skip("threads listen on nothing")
+    heard: list[str] = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # one that ended meanwhile
+            places = process.net_connections("inet")
+            heard += [place.laddr.ip.removeprefix("::ffff:") for place in places if place.status == "LISTEN"]
+    assert heard and set(heard) <= {"127.0.0.1", "::1"}

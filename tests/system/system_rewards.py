@@ -42,3 +42,8 @@ def fails_later(task, completion, *, flag):
     if way == 3:
         time.sleep(600)
     return 1.0
+
+
+def digit_share(task, completion):
+    """What a random model does a little and can learn to do always: write digits."""
+    return sum(char.isdigit() for char in completion) / max(1, len(completion))

@@ -59,6 +59,21 @@ def test_two_workers_give_what_one_process_gives(tmp_path: Path, undisturbed: St
         assert here["metrics"]["logprob_gap_max"] < 1e-4
 
 
+def test_two_workers_learn(tmp_path: Path) -> None:
+    sets = {
+        **ON_RAY,
+        "snapshot.every_steps": 0,
+        "rewards": {"workers": 1, "parts": [{"kind": "function", "path": "system_rewards:digit_share"}]},
+        "trainer.steps": 30,
+        "trainer.learning_rate": 1e-2,
+        "rollout.prompts_per_step": 8,
+        "rollout.completions_per_prompt": 8,
+    }
+    rewards = [step["metrics"]["reward"] for step in finished(tmp_path, sets).steps]
+    before, after = sum(rewards[:3]) / 3, sum(rewards[-3:]) / 3
+    assert before < 0.4 and after > before + 0.3, rewards
+
+
 def test_a_killed_worker_costs_a_restart_and_nothing_else(tmp_path: Path, undisturbed: Story) -> None:
     fault = Fault(point="event", match="phase.started train", number=3, action="kill_worker", worker="worker-1")
     story = finished(tmp_path, ON_RAY, fault=fault)
@@ -75,7 +90,7 @@ def test_a_worker_that_hangs_is_noticed_and_costs_a_restart(tmp_path: Path, undi
     assert story == undisturbed
     (restart,) = events_of(tmp_path / "runs" / "tiny", "retry.run_restarted")
     assert "hangs" in restart["error"] and "worker-0 answers nothing" in restart["error"]
-    assert "== worker-1" in restart["error"] and "all_reduce" in restart["error"]
+    assert "== worker-1" in restart["error"] and "step_now" in restart["error"]
 
 
 def test_restarts_are_bounded_and_the_last_error_names_the_worker(tmp_path: Path) -> None:
@@ -101,6 +116,26 @@ def test_a_killed_engine_costs_its_rollouts_only(tmp_path: Path) -> None:
     again = events_of(folder, "retry.request_requeued")
     assert len(again) == lost["requests"] > 0
     assert not events_of(folder, "retry.run_restarted")
+
+
+def test_ctrl_c_leaves_nothing_behind_and_the_run_goes_on(tmp_path: Path, undisturbed: Story) -> None:
+    fault = Fault(point="event", match="phase.started rollout", number=3, action="interrupt_group")
+    assert run(tmp_path, ON_RAY, fault=fault).code == 130
+    answer = gyre("train", "--resume", tmp_path / "runs" / "tiny", "--plain", folder=tmp_path)
+    assert answer.code == 0, answer.err
+    assert read_story(tmp_path / "runs" / "tiny") == undisturbed
+
+
+def test_a_cluster_that_is_too_small_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    answer = run(tmp_path, {**ON_RAY, "cluster": {**ON_RAY["cluster"], "num_workers": 900}})
+    assert answer.code != 0 and "900 workers need 450 cores" in answer.err, answer.err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_shards_and_engines_alone_are_refused(tmp_path: Path) -> None:
+    sets = {**ON_RAY, "parallel.zero": 2, "cluster": {**ON_RAY["cluster"], "engine_workers": 1}}
+    answer = run(tmp_path, sets)
+    assert answer.code != 0 and "shards reach only engines beside a trainer rank" in answer.err.replace("\n", " ")
 
 
 @pytest.mark.parametrize("zero", [2, 3])

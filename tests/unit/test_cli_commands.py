@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -153,3 +154,15 @@ def test_doctor_says_what_is_there(monkeypatch):
     assert {"processor", "torch", "code sandbox", "disk"} <= set(findings)
     assert all(finding["verdict"] in ("ok", "weaker", "missing") for finding in findings.values())
     assert all(finding["advice"] for finding in findings.values() if finding["verdict"] == "missing")
+
+
+def test_a_run_on_ray_without_ray_says_what_to_install(monkeypatch, tmp_path):
+    found = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: None if name == "ray" else found(name, *more))
+    config = Path(__file__).parents[2] / "configs" / "arith_grpo_cpu.toml"
+    sets = ["--set", "cluster.kind=ray", "--set", f"run.folder={tmp_path}"]
+    result = invoke("train", config, *sets, "--json")
+    assert result.exit_code != 0
+    error = error_of(result)
+    assert error["kind"] == "config" and "gyre-rl[cluster]" in error["hint"]
+    assert not list(tmp_path.iterdir())

@@ -16,6 +16,7 @@ from gyre.kernels.logprobs import token_logprobs
 from gyre.models.decoder import Decoder
 from gyre.models.init import init_weights
 from gyre.planner.memory import activation_bytes
+from gyre.planner.plan import Saving
 from gyre.trainer.update import collect_gradients
 
 MODES: tuple[Checkpointing, ...] = get_args(Checkpointing)
@@ -27,7 +28,7 @@ def gradients(kind: str, mode: Checkpointing, dtype: torch.dtype) -> dict[str, t
     other = make_trainer("dpo", decoder=make_decoder(seed=9))
     batch = with_column(make_batch(8), "reference_logprobs", other.evaluate_now(make_batch(8), "policy"))
     trainer = make_trainer(kind, dtype=dtype, checkpointing=mode)
-    (update,) = trainer._complete(batch)[1].updates
+    (update,) = trainer._evaluator.complete(batch)[1].updates
     collect_gradients(trainer._models, trainer._objective, update.chunks, update.denominator)
     return {
         f"{learner.name}.{name}": grad.clone()
@@ -97,10 +98,10 @@ def test_each_mode_keeps_less_than_the_one_before() -> None:
 
 
 def test_the_prediction_follows_the_mode() -> None:
-    for device in ("cpu", "cuda"):
+    for saving in get_args(Saving):
         model = numbers(make_spec(num_layers=24))
         predicted = [
-            activation_bytes(model, "bfloat16", 4096, longest=128, device=device, checkpointing=mode) for mode in MODES
+            activation_bytes(model, "bfloat16", 4096, longest=128, saving=saving, checkpointing=mode) for mode in MODES
         ]
         assert predicted[2] < 0.5 * predicted[1] < 0.5 * predicted[0], predicted
 

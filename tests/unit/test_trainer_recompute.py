@@ -139,7 +139,7 @@ def test_a_step_is_the_ordinary_one() -> None:
     """Gradient of an update in the optimiser's buffers, and the weights after steps."""
     plain, ours = make_trainer("grpo"), make_trainer("grpo", logprobs=by_oracle)
     for trainer in (plain, ours):
-        update = trainer._complete(make_batch())[1].updates[0]
+        update = trainer._evaluator.complete(make_batch())[1].updates[0]
         collect_gradients(trainer._models, trainer._objective, update.chunks, update.denominator)
     for name, grad in plain._models.actor.optimizer.grads().items():
         got = ours._models.actor.optimizer.grads()[name]

@@ -19,6 +19,7 @@ EXTRAS = {
     "tensorboard": ("track", "observe.tensorboard = true"),
     "wandb": ("track", 'observe.wandb = "offline" or "online"'),
     "datasets": ("data", 'data.source = "datasets"'),
+    "ray": ("cluster", 'cluster.kind = "ray"'),
     "pyarrow": ("data", 'data.source = "parquet"'),
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from gyre.core.config import Section
 
@@ -41,3 +41,12 @@ class ClusterConfig(Section):
     when a completion ends."""
     multicast: bool = False
     """Let NCCL use NVLink multicast. It can put the GPUs of a shared host out of service."""
+
+    @model_validator(mode="after")
+    def refuse_workers_inline(self) -> ClusterConfig:
+        if self.kind == "inline" and (self.num_workers > 1 or self.engine_workers or self.address):
+            raise ValueError(
+                "kind = 'inline' works on one device in this process: give kind = 'ray' for num_workers, "
+                "engine_workers or address"
+            )
+        return self

@@ -1,9 +1,9 @@
 """Engine pool: many engines as one. In: Requests. Out: their streams, whichever engine answers. Implements
 RolloutEngine and EngineLifecycle. Callers: loop, through wire.
 
-    submit ──▶ routed by outstanding tokens ──▶ member.send ──▶ engine ──▶ news ──▶ book ──▶ stream
-                      ▲                                          │ lost
-                      └────── again, from what has come ◀────────┘
+    submit ──▶ desk: routed by outstanding tokens ──▶ member.send ──▶ engine ──▶ news ──▶ book ──▶ stream
+                            ▲                                           │ lost
+                            └──────── again, from what has come ◀───────┘
 
 An engine that is lost costs its own requests only: the others go on with them. It is started again where that is
 possible, and takes work once it has the weights that the others have. An engine beside a trainer rank is vital: with it
@@ -17,31 +17,18 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gyre.cluster.book import Book
+from gyre.cluster.desk import Desk
 from gyre.cluster.host import WorkerFault
 from gyre.cluster.member import Member
-from gyre.cluster.routing import assign, cost_tokens
-from gyre.cluster.seats import News, add_stats
-from gyre.cluster.streams import PoolStream, end_chunk
+from gyre.cluster.seats import add_stats
+from gyre.cluster.streams import PoolStream
 from gyre.cluster.trainers import VersionTensors
 from gyre.core.contracts import Cluster, CommitPolicy, WorkerHandle
-from gyre.core.errors import DeadlineError, GyreError, RankError, WorkerLost
+from gyre.core.errors import GyreError, RankError, WorkerLost
 from gyre.core.records import EngineStats, Health, Manifest, Partial, Request
 
-MOST_COMPLETIONS = 4096  # of one request
 STOP_S = 10.0  # on top of an engine's own deadline, for its answer to arrive
-NO_ENGINE = "no engine takes work: none is started and has weights"
 Revive = Callable[[str], Awaitable[WorkerHandle]]
-
-
-@dataclass(slots=True, kw_only=True)
-class Live:
-    """A request that is not answered wholly."""
-
-    book: Book
-    stream: PoolStream
-    submitted_s: float
-    member: Member | None = None  # None while it waits for an engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,13 +55,14 @@ class EnginePool:
         version: int = 0,
     ) -> None:
         self._cluster, self._settings, self._emit, self._revive = cluster, settings, emit, revive
+        self._desk = Desk(self._find_engines, self.abort, progress_tokens=settings.progress_tokens, emit=emit)
         self._members = [
             Member(
                 handle,
                 vital=handle.name in vital,
                 deadline_s=settings.call_deadline_s,
                 hang_s=settings.hang_s,
-                on_news=self._take_news,
+                on_news=self._desk.take_news,
                 on_lost=self._lose,
             )
             for handle in engines
@@ -82,13 +70,9 @@ class EnginePool:
         self._version = version
         self._offered: tuple[Manifest, Mapping[str, Any]] | None = None
         self._published: tuple[Manifest, Mapping[str, Any]] | None = None
-        self._live: dict[str, Live] = {}
-        self._incoming: list[Live] = []
-        self._empty: asyncio.Event | None = None
         self._broken: RankError | None = None
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._returns: set[asyncio.Task[None]] = set()
-        self._refused = 0
 
     @property
     def handles(self) -> list[WorkerHandle]:
@@ -99,40 +83,23 @@ class EnginePool:
 
     def submit(self, request: Request) -> PoolStream:
         """Enqueue at once. What is submitted in one turn of the event loop is routed together, in order."""
-        stream = PoolStream(request.request_id, self.abort)
-        if reason := self._why_refuse(request):
-            self._refused += 1
-            self._emit("engine.refused", request_id=request.request_id, reason=reason)
-            stream.push(end_chunk(request.request_id, 0, "refused", reason))
-            stream.end()
-            return stream
-        loop = asyncio.get_running_loop()
-        book = Book(request, progress_tokens=self._settings.progress_tokens)
-        live = Live(book=book, stream=stream, submitted_s=loop.time())
-        self._live[request.request_id] = live
-        if not self._incoming:
-            loop.call_soon(self._route)
-        self._incoming.append(live)
-        return stream
+        self._watch_all()
+        return self._desk.submit(request)
 
     async def abort(self, request_id: str) -> None:
-        self._route()
-        live = self._live.get(request_id)
+        self._desk.route()
+        live = self._desk.find(request_id)
         if live is None:
             return
         if live.member is None:
-            self._end(live, "abort", "aborted by its owner")
+            self._desk.end(live, "abort", "aborted by its owner")
         else:
             await live.member.ask("engine.abort", request_id)
 
     async def interrupt(self, *, deadline_s: float) -> Mapping[str, tuple[Partial, ...]]:
-        self._route()
-        waiting = {live.book.request.request_id: live for live in self._live.values() if live.member is None}
-        found = {name: live.book.for_engine().partials for name, live in waiting.items()}
-        for live in waiting.values():
-            self._end(live, "interrupted", "")
-        members = self._present()
-        wait_s = deadline_s + STOP_S
+        self._desk.route()
+        found = self._desk.end_waiting("interrupted", "")
+        members, wait_s = self._present(), deadline_s + STOP_S
         calls = [member.ask("engine.interrupt", deadline_s, deadline_s=wait_s) for member in members]
         for part in await self._gather(calls, members):
             found |= part
@@ -140,8 +107,8 @@ class EnginePool:
 
     async def stats(self) -> EngineStats:
         parts = await self._each("engine.stats")
-        total = add_stats(parts, refused=self._refused, version=self._version)
-        return replace(total, waiting=total.waiting + sum(live.member is None for live in self._live.values()))
+        total = add_stats(parts, refused=self._desk.refused, version=self._version)
+        return replace(total, waiting=total.waiting + self._desk.num_waiting)
 
     async def health(self) -> Health:
         """Well as long as one engine is; the reason names those that are not."""
@@ -154,16 +121,7 @@ class EnginePool:
         return Health(ok=any(health.ok for health in found.values()), reason=why)
 
     async def drain(self, *, deadline_s: float) -> None:
-        if not self._live:
-            return
-        self._empty = asyncio.Event()
-        try:
-            await asyncio.wait_for(self._empty.wait(), deadline_s)
-        except TimeoutError:
-            raise DeadlineError(
-                f"waited {deadline_s:g} s for {len(self._live)} requests in flight",
-                hint="raise the deadline, or interrupt or abort",
-            ) from None
+        await self._desk.drain(deadline_s)
 
     # EngineLifecycle -------------------------------------------------------------------------------------------------
 
@@ -193,7 +151,7 @@ class EnginePool:
         for member in late:
             member.state = "fresh"
             self._come_back(self._catch_up(member))
-        self._route()
+        self._desk.route()
 
     async def rollback(self) -> None:
         self._offered = None
@@ -202,9 +160,8 @@ class EnginePool:
         await self._each("engine.rollback")
 
     async def terminate(self) -> None:
-        self._route()
-        for live in [live for live in self._live.values() if live.member is None]:
-            self._end(live, "abort", "the engine was terminated")
+        self._desk.route()
+        self._desk.end_waiting("abort", "the engine was terminated")
         self._offered = None
         await self._each("engine.terminate")
 
@@ -216,91 +173,20 @@ class EnginePool:
         await asyncio.gather(*tasks, return_exceptions=True)
         for member in self._members:
             await member.close()
-        for live in list(self._live.values()):
-            live.stream.end(RankError("the engine pool was closed", hint="nothing to do: the run is ending"))
-        self._live.clear()
-
-    # Routing ---------------------------------------------------------------------------------------------------------
-
-    def _why_refuse(self, request: Request) -> str:
-        """What the pool itself cannot keep books on; the engines refuse the rest."""
-        n = request.sampling.n
-        if request.request_id in self._live:
-            return f"request id '{request.request_id}' is in flight already"
-        if not isinstance(n, int) or not 1 <= n <= MOST_COMPLETIONS:
-            return f"sampling.n = {n!r}: need a whole number from 1 to {MOST_COMPLETIONS}"
-        return ""
-
-    def _route(self) -> None:
-        """Send what is waiting, each request to the engine with the least outstanding tokens."""
-        self._watch_all()
-        up = {member.name: member for member in self._members if member.state == "up"}
-        if not self._incoming:
-            return
-        if not up:
-            if self._broken is None and self._returns:
-                return  # an engine is on its way back
-            waiting, self._incoming = self._incoming, []
-            error = self._broken or self._why_none()
-            for live in waiting:
-                self._end(live, "refused", NO_ENGINE, error=error)
-            return
-        waiting, self._incoming = self._incoming, []
-        outstanding = dict.fromkeys(up, 0)
-        for live in self._live.values():
-            if live.member is not None and live.member.name in up:
-                outstanding[live.member.name] += live.book.outstanding_tokens
-        now_s = asyncio.get_running_loop().time()
-        requests = [live.book.for_engine(waited_s=now_s - live.submitted_s) for live in waiting]
-        sends: dict[str, list[Request]] = {}
-        for live, request, name in zip(
-            waiting, requests, assign([cost_tokens(request) for request in requests], outstanding), strict=True
-        ):
-            live.member = up[name]
-            sends.setdefault(name, []).append(request)
-        for name, batch in sends.items():
-            up[name].send(batch)
-
-    def _why_none(self) -> RankError | None:
-        if any(member.state != "lost" for member in self._members):
-            return None
-        return RankError("every engine is lost", hint="events.jsonl says why each was; look for engine.lost")
-
-    def _take_news(self, member: Member, news: News) -> None:
-        for chunk in news.chunks:
-            live = self._live.get(chunk.request_id)
-            if live is None or live.member is not member:
-                continue
-            for told in live.book.take(chunk):
-                live.stream.push(told)
-        for request_id in news.ended:
-            member.unanswered.discard(request_id)
-            live = self._live.get(request_id)
-            if live is not None and live.member is member:
-                self._forget(live)
-                live.stream.end()
-
-    def _end(self, live: Live, finish: Any, reason: str, *, error: BaseException | None = None) -> None:
-        """Answer a request that no engine has."""
-        request_id = live.book.request.request_id
-        if finish == "refused":
-            self._refused += 1
-            self._emit("engine.refused", request_id=request_id, reason=reason)
-        if error is None:
-            for index in live.book.open:
-                for told in live.book.take(end_chunk(request_id, index, finish, reason)):
-                    live.stream.push(told)
-        self._forget(live)
-        live.stream.end(error)
-
-    def _forget(self, live: Live) -> None:
-        self._live.pop(live.book.request.request_id, None)
-        if live in self._incoming:
-            self._incoming.remove(live)
-        if not self._live and self._empty is not None:
-            self._empty.set()
+        self._desk.break_off(RankError("the engine pool was closed", hint="nothing to do: the run is ending"))
 
     # Losses and returns ----------------------------------------------------------------------------------------------
+
+    def _find_engines(self) -> Sequence[Member] | RankError | None:
+        """Who takes work; or the error that ends every request; or None while an engine is on its way back."""
+        if self._broken is not None:
+            return self._broken
+        up = [member for member in self._members if member.state == "up"]
+        if up or any(member.state == "fresh" for member in self._members):
+            return up or (None if self._returns else ())
+        if self._returns:
+            return None
+        return RankError("every engine is lost", hint="events.jsonl says why each was; look for engine.lost")
 
     def _watch_all(self) -> None:
         for member in self._members:
@@ -319,7 +205,7 @@ class EnginePool:
             return
         member.state, member.prepared = "lost", None
         member.unanswered.clear()
-        lives = [live for live in self._live.values() if live.member is member]
+        lives = self._desk.held_by(member)
         place = member.handle.place
         self._emit("engine.lost", engine=member.name, place=place, cause=cause, requests=len(lives), counted=True)
         if member.vital:
@@ -330,19 +216,13 @@ class EnginePool:
                 )
             )
             return
-        for live in lives:
-            live.member = None
-            request_id, kept = live.book.request.request_id, live.book.num_tokens
-            self._emit("retry.request_requeued", request_id=request_id, engine=member.name, kept_tokens=kept)
-            self._incoming.append(live)
+        self._desk.take_back(lives)
         self._come_back(self._restart(member))
-        self._route()
+        self._desk.route()
 
     def _break_off(self, error: RankError) -> None:
         self._broken = self._broken or error
-        for live in list(self._live.values()):
-            self._forget(live)
-            live.stream.end(error)
+        self._desk.break_off(self._broken)
 
     def _come_back(self, work: Any) -> None:
         task = asyncio.create_task(work)
@@ -351,7 +231,7 @@ class EnginePool:
         def done(finished: asyncio.Task[None]) -> None:
             self._returns.discard(finished)
             if not finished.cancelled():
-                self._route()
+                self._desk.route()
 
         task.add_done_callback(done)
 

@@ -127,7 +127,6 @@ class RayCluster:
 
     def __init__(self, config: ClusterConfig, *, on_event: OnEvent) -> None:
         """Start Ray, or join the cluster at `config.address`. ConfigError when neither can be done."""
-        refuse_missing_ray()
         self._on_event = on_event
         self._handles: dict[str, RayHandle] = {}
         os.environ.update(QUIET if config.address else QUIET | LOOPBACK_ONLY)

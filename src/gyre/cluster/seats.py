@@ -74,6 +74,7 @@ class TrainerSeat:
                     f"version {version} was asked for, the trainer is at {manifest.version}",
                     hint="tensors of a version are there until the next step: register again",
                 )
+            assert isinstance(tensors, dict), "one rank alone cannot give tensors that lie in shards"
             return [tensors[name].detach().cpu().clone() for name in names]
 
         return await self._on_compute(copy)

@@ -152,8 +152,12 @@ def memory(story: Story) -> dict[str, Any] | None:
     rows = story.of_kind("memory")
     if not rows:
         return None
-    shown = choose_boundaries(rows, MAX_MEMORY_POINTS)
     notes = []
+    workers = sorted({str(told.row["worker"]) for told in rows if "worker" in told.row})
+    if workers:  # all do the same; one is drawn
+        rows = [told for told in rows if told.row.get("worker") == workers[0]]
+        notes.append(f"Of {len(workers)} workers {workers[0]} is drawn; events.jsonl has what each one measured.")
+    shown = choose_boundaries(rows, MAX_MEMORY_POINTS)
     if len(shown) < len(rows):
         notes.append(
             f"{len(shown):,} of {len(rows):,} boundaries are drawn: those of whole steps, evenly spread, with the peak "

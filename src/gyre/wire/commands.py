@@ -44,15 +44,16 @@ def train(
 ) -> dict[str, Any]:
     """Make a run folder (or go on with one), run the stages, export, report."""
     order = read_order(config_path, overrides, resume=resume, stage=stage)
-    folder = order.resume
-    if folder is None:
-        assert config_path is not None
-        folder = _make_folder(order.config, config_path, overrides, stage)
-    fleet = None
+    fleet, folder = None, order.resume
     try:
         fleet = Fleet(order.config) if order.config.cluster.kind == "ray" else None
+        if folder is None:
+            assert config_path is not None
+            folder = _make_folder(order.config, config_path, overrides, stage)
         return _attempt(order, folder, plain=plain, fleet=fleet)
     except KeyboardInterrupt:
+        if folder is None:
+            raise
         raise KeyboardInterrupt(f"go on with: gyre train --resume {folder}") from None
     except OSError as error:
         if error.errno not in DISK_FULL:

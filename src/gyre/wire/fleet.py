@@ -220,7 +220,7 @@ class Spread:
         threads = self._config.run.threads or max(1, describe_hardware()["cores"] // self._fleet.share)
         environment = {"OMP_NUM_THREADS": str(threads), **child_environment(multicast=self._settings.multicast)}
         if not self._settings.address:
-            environment |= {"GLOO_SOCKET_IFNAME": "lo"}
+            environment |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         return environment | {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
 
 
@@ -252,7 +252,7 @@ def _refuse_unsupported(config: RunConfig) -> None:
     zero, _ = config.parallel.of("actor")
     if config.cluster.engine_workers and zero >= 2:
         raise ConfigError(
-            f"cluster.engine_workers = {config.cluster.engine_workers} with parallel.zero = {zero}: weights in shards "
-            "reach only engines beside a trainer rank",
+            f"cluster.engine_workers = {config.cluster.engine_workers} with parallel.zero = {zero}: "
+            "shards reach only engines beside a trainer rank",
             hint="set parallel.zero = 1, or cluster.engine_workers = 0",
         )

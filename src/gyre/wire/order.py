@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from gyre.cluster.ray_cluster import refuse_missing_ray
 from gyre.core.errors import ConfigError
 from gyre.runconfig import RunConfig, load_run_config
 from gyre.wire.folders import read_overrides
@@ -34,6 +35,8 @@ def read_order(
         stage = (resume / "stage.txt").read_text(encoding="utf-8").strip()
     assert config_path is not None
     config = load_run_config(config_path, overrides)
+    if config.cluster.kind == "ray":
+        refuse_missing_ray()
     if stage == COLD_START and config.cold_start is None:
         raise ConfigError("--stage cold_start: the config has no [cold_start]", hint="add the table, or run all stages")
     if check_goal and (reason := why_unjudged(config, stage)):

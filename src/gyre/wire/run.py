@@ -93,7 +93,7 @@ class Run:
 
     def note_restart(self, error: GyreError, number: int) -> None:
         """Say that this attempt is there because another one ended so."""
-        self._emit("retry.run_restarted", number=number, error=error.message[:4000])
+        self._emit("retry.run_restarted", number=number, error=error.message)
 
     async def _go(self) -> dict[str, Any]:
         stages = plan_stages(self._config, self._stage)
