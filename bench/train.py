@@ -35,9 +35,13 @@ from gyre.kernels.rope import rope_tables
 from gyre.models.decoder import Decoder, Layer
 from gyre.models.spec import ModelSpec
 from gyre.objectives.config import SftConfig
+from gyre.parallel.config import ParallelConfig
+from gyre.parallel.group import alone
+from gyre.parallel.mesh import Splitter
 from gyre.trainer.chunk import Chunk, build_chunk
 from gyre.trainer.config import TrainerConfig
 from gyre.trainer.learner import Learner
+from gyre.trainer.passes import chunk_logprobs
 from gyre.trainer.update import Models, collect_gradients
 from record import parser, say
 
@@ -100,7 +104,9 @@ def measure(spec: ModelSpec, args: Any, device: torch.device) -> dict[str, Any]:
     decoder = Decoder(spec, device=device, dtype=torch.bfloat16)
     fill_dummy(decoder)
     config = TrainerConfig(checkpointing=args.checkpointing, learning_rate=1e-6, tokens_per_chunk=args.tokens)
-    models = Models(actor=Learner("actor", decoder, None, config))
+    split = Splitter(alone(device), ParallelConfig()).split("actor")
+    logprobs = functools.partial(chunk_logprobs, checkpointing=config.checkpointing)
+    models = Models(actor=Learner("actor", decoder, None, config, split), logprobs=logprobs)
     chunk = make_chunk(spec, args.tokens, args.sequences, device)
     targets = len(chunk.targets_N)
     optimizer = models.actor.optimizer

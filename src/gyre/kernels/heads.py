@@ -26,7 +26,7 @@ def turn_heads(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return q_THD, k_TKD, v_TKD, and rstd_TJ1 of the norms."""
     num_heads, num_kv_heads = heads
-    heads_TRD = qkv_TR.view(len(qkv_TR), -1, cos_T1D.shape[-1])
+    heads_TRD = qkv_TR.view(len(qkv_TR), num_heads + 2 * num_kv_heads, cos_T1D.shape[-1])
     qk_TJD, v_TKD = heads_TRD.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
     if kernels := kernels_for(qkv_TR, head_dim=cos_T1D.shape[-1]):
         q_THD, k_TKD, rstd_TJ1 = kernels.heads(qkv_TR, q_norm_D, k_norm_D, cos_T1D, sin_T1D, heads, eps)
@@ -56,7 +56,9 @@ def turn_heads_backward(
     grad_q_THD, grad_k_TKD = (turn_back(grad, cos_T1D, sin_T1D) for grad in grads[:2])
     grad_q_norm_D = grad_k_norm_D = None
     if rstd_TJ1 is not None and q_norm_D is not None and k_norm_D is not None:
-        raw_q, raw_k, _ = qkv_TR.view(len(qkv_TR), -1, cos_T1D.shape[-1]).split([*heads, heads[1]], dim=1)
+        raw_q, raw_k, _ = qkv_TR.view(len(qkv_TR), sum(heads) + heads[1], cos_T1D.shape[-1]).split(
+            [*heads, heads[1]], dim=1
+        )
         rstd_q, rstd_k = rstd_TJ1.split(heads, dim=1)
         grad_q_THD, grad_q_norm_D = rms_norm_backward(grad_q_THD, raw_q, rstd_q, q_norm_D)
         grad_k_TKD, grad_k_norm_D = rms_norm_backward(grad_k_TKD, raw_k, rstd_k, k_norm_D)
