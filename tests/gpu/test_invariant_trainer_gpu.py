@@ -152,7 +152,7 @@ def gradient(decoder: Decoder, batch: TrainBatch, *, invariant: bool) -> dict[st
     from gyre.trainer.update import collect_gradients
 
     trainer = make_trainer(decoder, invariant=invariant, objective=SftConfig(), tokens_per_chunk=3000)
-    (update,) = trainer._complete(batch)[1].updates
+    (update,) = trainer._evaluator.complete(batch)[1].updates
     collect_gradients(trainer._models, trainer._objective, update.chunks, update.denominator)
     grads = {name: grad.clone() for name, grad in trainer._models.actor.optimizer.grads().items()}
     asyncio.run(trainer.close())

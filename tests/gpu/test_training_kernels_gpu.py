@@ -25,6 +25,8 @@ from gyre.models.config import ShapeConfig
 from gyre.models.decoder import Decoder
 from gyre.models.init import init_weights
 from gyre.models.spec import spec_from_shape
+from gyre.parallel.group import alone
+from gyre.parallel.mesh import make_mesh
 from gyre.trainer.optim import FlatOptimizer, takes_decay
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -275,7 +277,7 @@ def test_adamw_is_torchs(betas: tuple[float, float]) -> None:
     shapes = {"a": (300, 7), "b": (5,), "c.bias": (2, 3), "d": (4097, 33)}
     mine = {name: torch.nn.Parameter(torch.randn(shape, device=GPU)) for name, shape in shapes.items()}
     theirs = {name: torch.nn.Parameter(part.detach().clone()) for name, part in mine.items()}
-    optimizer = FlatOptimizer(mine, betas=betas, eps=1e-8, weight_decay=0.1)
+    optimizer = FlatOptimizer(mine, betas=betas, eps=1e-8, weight_decay=0.1, mesh=make_mesh(alone(GPU), 0))
     groups = [
         {"params": [part], "weight_decay": 0.1 if takes_decay(name, part) else 0.0} for name, part in theirs.items()
     ]
