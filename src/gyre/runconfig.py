@@ -72,6 +72,8 @@ class RunConfig(Section):
     """What the main stage optimises."""
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     """How the main stage updates."""
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    """How the trainer's models lie over its ranks."""
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     """Completions per step."""
     engine: EngineConfig = Field(default_factory=EngineConfig)
@@ -82,8 +84,6 @@ class RunConfig(Section):
     """Budgets and tiers."""
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     """On which devices the run works."""
-    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
-    """How the trained and frozen models lie over the trainer's ranks."""
     eval: EvalConfig = Field(default_factory=EvalConfig)
     """Held-out evaluation."""
     goal: GoalConfig | None = None

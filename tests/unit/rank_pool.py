@@ -10,6 +10,10 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
+
+from gyre.parallel.start import Seat, child_environment, hold_store, join, leave
+
 START_S = 120.0
 CALL_S = 120.0
 
@@ -26,32 +30,26 @@ class RankPool:
     """Starts the processes at once; `close` ends them."""
 
     def __init__(self, size: int, *, backend: str = "gloo", device: str = "cpu", timeout_s: float = 20.0) -> None:
-        from gyre.parallel.start import child_environment, hold_store
-
         self.size = size
         self._store = hold_store()
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")  # which imports torch once for all ranks of all pools
+        context.set_forkserver_preload(["zero_cases", "torch.distributed.fsdp"])
         pipes = [context.Pipe() for _ in range(size)]
         self._ends = [ours for ours, _ in pipes]
-        kept = dict(os.environ)
-        os.environ.update(child_environment() | {"OMP_NUM_THREADS": "1"})
-        try:
-            self.processes = [
-                context.Process(
-                    target=_serve,
-                    args=(theirs, rank, size, self._store.port, backend, device, timeout_s),
-                    daemon=True,
-                )
-                for rank, (_, theirs) in enumerate(pipes)
-            ]
-            for process in self.processes:
-                process.start()
-        finally:
-            os.environ.clear()
-            os.environ.update(kept)
+        self.processes = [
+            context.Process(
+                target=_serve,
+                args=(theirs, rank, size, self._store.port, backend, device, timeout_s),
+                daemon=True,
+            )
+            for rank, (_, theirs) in enumerate(pipes)
+        ]
+        for process in self.processes:
+            process.start()
         for _, theirs in pipes:
             theirs.close()
-        self._collect(START_S)
+        for rank in range(size):
+            self.answer(rank, START_S)
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Results by rank. RankFailed if any rank raised."""
@@ -63,35 +61,34 @@ class RankPool:
 
     def attempt(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[tuple[bool, Any]]:
         """(whether it raised, result or (type, text)) by rank."""
+        self.send(function, *args, **kwargs)
+        return [self.answer(rank) for rank in range(self.size)]
+
+    def send(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Begin a call on every rank."""
         for end in self._ends:
             end.send((function, args, kwargs))
-        return self._collect(CALL_S)
 
-    def _collect(self, timeout_s: float) -> list[tuple[bool, Any]]:
-        found = []
-        for rank, end in enumerate(self._ends):
-            try:
-                assert end.poll(timeout_s), f"rank {rank} did not answer in {timeout_s} s"
-                found.append(end.recv())
-            except EOFError:
-                found.append((True, ("Dead", "the process is gone")))
-        return found
+    def answer(self, rank: int, timeout_s: float = CALL_S) -> tuple[bool, Any]:
+        """What a rank returned, or raised."""
+        try:
+            assert self._ends[rank].poll(timeout_s), f"rank {rank} did not answer in {timeout_s} s"
+            return self._ends[rank].recv()
+        except (EOFError, ConnectionResetError):
+            return True, ("Dead", "the process is gone")
 
     def close(self) -> None:
         for end in self._ends:
             end.close()
         for process in self.processes:
-            process.join(10.0)
+            process.join(5.0)
             if process.is_alive():
                 process.kill()
                 process.join(10.0)
 
 
 def _serve(end: Connection, rank: int, size: int, port: int, backend: str, device: str, timeout_s: float) -> None:
-    import torch
-
-    from gyre.parallel.start import Seat, join, leave
-
+    os.environ.update(child_environment())
     torch.set_num_threads(1)
     seat = Seat(
         rank=rank,

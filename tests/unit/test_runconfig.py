@@ -56,6 +56,8 @@ def test_a_model_is_all_that_is_needed():
         ({"rewards": {"parts": [{"kind": "format", "wieght": 1}]}}, "rewards.parts.0: unknown key", "weight"),
         ({"rewards": {"parts": [{"kind": "code", "limits": {"walls": 1}}]}}, "parts.0.limits: unknown", "wall_s"),
         ({"memory": {"residensy": "spill"}}, "memory: unknown key 'residensy'", "residency"),
+        ({"parallel": {"shard_rank": 2}}, "parallel: unknown key 'shard_rank'", "shard_ranks"),
+        ({"parallel": {"critic": {"zeros": 2}}}, "parallel.critic: unknown key 'zeros'", "zero"),
         ({"observe": {"tensor_board": True}}, "observe: unknown key 'tensor_board'", "tensorboard"),
     ],
 )
@@ -285,3 +287,15 @@ def test_it_loads_no_torch(module):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_parallel_settings_are_inherited():
+    tables = {"parallel": {"zero": 3, "shard_ranks": 8, "reference": {"zero": 0}, "critic": {"shard_ranks": 2}}}
+    parallel = parse_run_config({**MODEL, **tables}, where="run.toml").parallel
+    assert [parallel.of(model) for model in ("actor", "critic", "reference", "reward")] == [
+        (3, 8),
+        (3, 2),
+        (0, 8),
+        (3, 8),
+    ]
+    assert "parallel.zero = 4: need 0, 1, 2 or 3" in refusal(parallel={"zero": 4})

@@ -2,28 +2,201 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import pytest
 from rank_pool import RankPool
 from trainer_cases import OBJECTIVES
-from zero_cases import LAYOUTS, gradients
+from zero_cases import (
+    LAYOUTS,
+    evaluate,
+    freed_between_passes,
+    gathered,
+    gradients,
+    held_bytes,
+    moved,
+    resume,
+    saved,
+    train,
+    with_a_bad_number,
+)
+
+# Every layout with the objective that has the most models; every objective with the layouts that differ most.
+PAIRS = [("ppo", layout) for layout in LAYOUTS]
+PAIRS += [(kind, layout) for kind in OBJECTIVES if kind != "ppo" for layout in ("zero1", "hybrid3")]
 
 
-@pytest.fixture(scope="module", params=[4])
-def ranks(request):
-    pool = RankPool(request.param)
+@pytest.fixture(scope="module")
+def ranks():
+    pool = RankPool(4)
     yield pool
     pool.close()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", OBJECTIVES)
+@pytest.fixture(scope="module")
+def pair():
+    pool = RankPool(2)
+    yield pool
+    pool.close()
+
+
+def assert_close(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray], *, relative: float) -> None:
+    """Equal within a part of each tensor's largest number."""
+    assert found.keys() == expected.keys() and any(tensor.any() for tensor in expected.values())
+    for name, tensor in expected.items():
+        np.testing.assert_allclose(found[name], tensor, atol=relative * np.abs(tensor).max(), rtol=0, err_msg=name)
+
+
+@pytest.mark.parametrize(("kind", "layout"), PAIRS)
 def test_gradients_equal_one_process(ranks, kind, layout):
     expected, norms = gradients(None, kind, spec="odd")
     results = ranks.run(gradients, kind, spec="odd", layout=layout)
-    found = results[0][0]
-    assert found.keys() == expected.keys() and any(grad.any() for grad in found.values())
-    for name, grad in expected.items():
-        np.testing.assert_allclose(found[name], grad, atol=1e-5 * np.abs(grad).max(), rtol=0, err_msg=name)
+    assert_close(results[0][0], expected, relative=1e-5)
     assert all(result[1] == results[0][1] for result in results)
     assert results[0][1] == pytest.approx(norms, rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["zero1", "zero3", "zero3_once"])
+@pytest.mark.parametrize("tokens_per_chunk", [16, 45, 10_000])
+def test_any_split_into_chunks_gives_the_same_gradient(pair, layout, tokens_per_chunk):
+    expected, _ = gradients(None, "grpo", tokens_per_chunk=10_000)
+    found, _ = pair.run(gradients, "grpo", layout=layout, tokens_per_chunk=tokens_per_chunk)[0]
+    assert_close(found, expected, relative=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["zero0", "zero1", "zero2", "zero3"])
+def test_two_ranks_train_as_one_process(pair, layout):
+    expected, state = train(None, "dpo", spec="odd")
+    results = pair.run(train, "dpo", spec="odd", layout=layout)
+    assert results[0][0] == results[1][0]
+    assert [r.metrics["loss"] for r in results[0][0]] == pytest.approx([r.metrics["loss"] for r in expected], rel=1e-5)
+    assert_close(results[0][1], state, relative=2e-4)
+
+
+@pytest.mark.parametrize("layout", ["zero1", "zero3"])
+def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_update_on_all(ranks, layout):
+    for updates, events, same in ranks.run(with_a_bad_number, "ppo", layout=layout):
+        assert updates == [0, 1] and events == ["trainer.update_skipped", "trainer.idle_ranks"]
+        assert same
+
+
+@pytest.mark.parametrize("layout", ["zero1", "zero2", "zero3", "hybrid1", "hybrid3"])
+def test_training_equals_one_process(ranks, layout):
+    """Two epochs of three updates, twice: reports are the same on every rank, weights and moments as alone."""
+    settings = {"epochs_per_batch": 2, "sequences_per_update": 4, "weight_decay": 0.1, "reference_moving_average": 0.5}
+    expected, state = train(None, "grpo", **settings)
+    results = ranks.run(train, "grpo", layout=layout, **settings)
+    assert all(reports == results[0][0] for reports, _ in results)
+    for report, one in zip(results[0][0], expected, strict=True):
+        assert (report.version, report.num_tokens, report.num_updates) == (one.version, one.num_tokens, one.num_updates)
+        assert report.metrics.keys() == one.metrics.keys()
+        metrics = {name: value for name, value in one.metrics.items() if name != "padding_share"}
+        assert {name: report.metrics[name] for name in metrics} == pytest.approx(metrics, rel=2e-4, abs=2e-6)
+    assert_close(results[0][1], state, relative=2e-4)
+    assert not any(state for _, state in results[1:])
+
+
+@pytest.mark.parametrize("layout", ["zero1", "zero3"])
+@pytest.mark.parametrize("num_sequences", [2, 6])
+def test_ranks_without_work_stay_in_step(ranks, layout, num_sequences):
+    expected, state = train(None, "ppo", num_sequences=num_sequences, tokens_per_chunk=16)
+    results = ranks.run(train, "ppo", num_sequences=num_sequences, tokens_per_chunk=16, layout=layout)
+    assert results[0][0][0].metrics["loss"] == pytest.approx(expected[0].metrics["loss"], rel=1e-4)
+    assert_close(results[0][1], state, relative=2e-4)
+
+
+@pytest.mark.parametrize("layout", ["zero1", "zero2", "zero3", "mixed"])
+@pytest.mark.parametrize(("kind", "which"), [("ppo", "critic"), ("grpo", "reference"), ("rm", "reward")])
+def test_evaluation_gives_every_rank_the_whole_batch(ranks, kind, which, layout):
+    """Before a step and after it: nothing that was gathered for the first pass is read by the second."""
+    settings = {"reference_refresh_steps": 1} if which == "reference" else {}
+    expected = evaluate(None, kind, which, **settings)
+    for found in ranks.run(evaluate, kind, which, layout=layout, **settings):
+        for own, one in zip(found, expected, strict=True):
+            np.testing.assert_allclose(own, one, atol=2e-4)
+
+
+def test_the_policy_is_evaluated_with_its_new_weights(ranks):
+    expected = evaluate(None, "grpo", "policy", learning_rate=1e-2)
+    assert np.abs(expected[0] - expected[9]).max() > 1e-2
+    for layout in ("zero1", "zero2", "zero3"):
+        for found in ranks.run(evaluate, "grpo", "policy", layout=layout, learning_rate=1e-2):
+            for own, one in zip(found, expected, strict=True):
+                np.testing.assert_allclose(own, one, atol=5e-3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bfloat16_follows_float32_masters(ranks, dtype):
+    """Every split rounds and sums in its own order; they stay as near to each other as bfloat16 lets them."""
+    expected, norms = gradients(None, "rm", dtype=dtype)
+    for layout in ("zero1", "zero3"):
+        found, own = ranks.run(gradients, "rm", dtype=dtype, layout=layout)[0]
+        assert_close(found, expected, relative=1e-5 if dtype == "float32" else 0.03)
+        assert own == pytest.approx(norms, rel=0.02)
+
+
+@pytest.mark.parametrize("layout", ["zero1", "zero3", "hybrid3", "mixed"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_snapshots_fit_any_number_of_ranks(ranks, layout, dtype):
+    """One process's into four ranks and back, to the bit; and the run goes on from it."""
+    settings = {"dtype": dtype, "reference_moving_average": 0.9, "spec": "odd"}
+    state = saved(None, "ppo", steps=2, **settings)
+    written = {name: tensor.float().clone().numpy() for name, tensor in state["tensors"].items()}
+    results = ranks.run(resume, state, "ppo", steps=range(0), layout=layout, **settings)
+    assert results[0][1].keys() == written.keys()
+    for name, tensor in written.items():
+        np.testing.assert_array_equal(results[0][1][name], tensor, err_msg=name)
+    assert results[0][2]["state"] == state["state"]
+    back = resume(None, results[0][2], "ppo", steps=range(0), **settings)[1]
+    for name, tensor in written.items():
+        np.testing.assert_array_equal(back[name], tensor, err_msg=name)
+    if dtype == "float32":
+        on, after, _ = resume(None, state, "ppo", steps=range(2, 4), **settings)
+        results = ranks.run(resume, state, "ppo", steps=range(2, 4), layout=layout, **settings)
+        assert [r.version for r in results[0][0]] == [r.version for r in on] == [3, 4]
+        assert_close(results[0][1], after, relative=1e-3)
+
+
+@pytest.mark.parametrize("layout", ["zero1", "zero3", "hybrid3"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_rank_gets_the_version_whole(ranks, layout, dtype):
+    """Through buckets smaller than a tensor, on each rank the weights that the forward pass computes with."""
+    versions = ranks.run(gathered, bucket_bytes=1000, layout=layout, dtype=dtype, spec="odd", learning_rate=1e-2)
+    manifest, expected = gathered(None, bucket_bytes=0, dtype=dtype, spec="odd", learning_rate=1e-2)
+    for own, found in versions:
+        assert {(e.name, e.dtype, e.shape) for e in own.entries} == {
+            (e.name, e.dtype, e.shape) for e in manifest.entries
+        }
+        assert own.version == 1 and own.shared == (layout == "zero1")
+        assert_close(found, expected, relative=1e-4 if dtype == "float32" else 0.05)
+        for name, tensor in versions[0][1].items():
+            np.testing.assert_array_equal(found[name], tensor, err_msg=name)
+
+
+@pytest.mark.parametrize("layout", ["zero1", "zero3", "mixed"])
+def test_parked_components_come_back(ranks, layout):
+    _, expected = train(None, "ppo")
+    assert_close(ranks.run(moved, "ppo", layout=layout)[0], expected, relative=2e-4)
+
+
+def test_layers_are_freed_between_forward_and_backward(pair):
+    """So that equal gradients (above) show that the saved weights of a hand-written backward pass are gathered anew."""
+    for during, after, has_gradient in pair.run(freed_between_passes):
+        assert all(size > 0 for size in during) and after == [0, 0] and has_gradient
+
+
+def test_what_each_layout_holds(ranks):
+    """Bytes per parameter of the actor, in units of the float32 model, up to the padding of small tensors."""
+    alone = held_bytes(None, "grpo", dtype="bfloat16")
+    count = alone["actor.grads"] / 4
+    for layout, (params, grads, rest) in {
+        "zero0": (2, 4, 12),
+        "zero1": (2, 4, 3),
+        "zero3": (1, 1, 2),
+        "hybrid1": (2, 4, 6),
+        "hybrid3": (2, 2, 4),
+    }.items():
+        for held in ranks.run(held_bytes, "grpo", dtype="bfloat16", layout=layout):
+            got = held["actor.params"], held["actor.grads"], held["actor.optimizer"] + held.get("actor.master", 0)
+            assert [size / count for size in got] == pytest.approx([params, grads, rest], rel=0.05), layout

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +20,10 @@ from gyre.parallel.config import ParallelConfig
 from gyre.parallel.group import Group, alone
 from gyre.trainer.native import NativeTrainer
 from gyre.trainer.optim_sharded import SlicedOptimizer
+from gyre.trainer.passes import chunk_logprobs
 from gyre.trainer.resharding import join
 from gyre.trainer.update import collect_gradients
+from gyre.weights.gather import ShardSource
 
 # No size divides by 4: shards are uneven, and the last rank has no row of some tensors.
 ODD = replace(SPEC, vocab_size=50, mlp_size=23, tied=False, qkv_bias=True, num_layers=3, head_dim=10, hidden_size=18)
@@ -132,3 +137,116 @@ def evaluate(
         found += [] if evaluation.per_sequence is None else [evaluation.per_sequence]
         trainer.step_now(batch_for(num_sequences + 1, seed=2))
     return found
+
+
+def gathered(group: Group | None, *, bucket_bytes: int, **settings: Any) -> tuple[Any, dict[str, np.ndarray]]:
+    """The version that `register` hands out after a step, written into tensors of an engine's."""
+    trainer = trainer_on(group, "grpo", **settings)
+    trainer.step_now(batch_for(8, seed=0))
+    manifest, source = trainer.register()
+    if not isinstance(source, ShardSource):
+        return manifest, {name: tensor.float().cpu().numpy() for name, tensor in source.items()}
+    device = group.device if group else torch.device("cpu")
+    engine = {
+        entry.name: torch.full(entry.shape, float("nan"), dtype=getattr(torch, entry.dtype), device=device)
+        for entry in manifest.entries
+    }
+    source.gather_into(engine, bucket_bytes=bucket_bytes)
+    exported = dict(trainer.trained()[0].named_parameters())
+    if group and group.rank == 0:
+        assert all(torch.equal(exported[name].detach(), tensor.cpu()) for name, tensor in engine.items())
+    return manifest, {name: tensor.float().cpu().numpy() for name, tensor in engine.items()}
+
+
+def resume(
+    group: Group | None, state: dict[str, Any], kind: str, *, steps: range, **settings: Any
+) -> tuple[list[StepReport], dict[str, np.ndarray], dict[str, Any]]:
+    """Go on from a snapshot of any number of ranks; with no steps, what is read back is what was written."""
+    trainer = trainer_on(group, kind, **settings)
+    trainer.restore(state)
+    reports = [trainer.step_now(batch_for(12, seed=step)) for step in steps]
+    return reports, whole(trainer), dict(trainer.snapshot())
+
+
+def saved(group: Group | None, kind: str, *, steps: int, **settings: Any) -> dict[str, Any]:
+    trainer = trainer_on(group, kind, **settings)
+    for step in range(steps):
+        trainer.step_now(batch_for(12, seed=step))
+    return dict(trainer.snapshot())
+
+
+def moved(group: Group | None, kind: str, **settings: Any) -> dict[str, np.ndarray]:
+    """Train with every component parked between the steps, and a snapshot taken while they are."""
+    trainer = trainer_on(group, kind, **settings)
+    names = [component.name for component in trainer.components() if "host" in component.tiers]
+    for step in range(2):
+        trainer.step_now(batch_for(12, seed=step))
+        trainer.move(names, "host")
+        assert all(trainer.measure()[name].device_bytes == 0 for name in names)
+        state = whole(trainer)
+        trainer.move(names, "device")
+    return state
+
+
+def held_bytes(group: Group | None, kind: str, **settings: Any) -> dict[str, int]:
+    return {component.name: component.size_bytes for component in trainer_on(group, kind, **settings).components()}
+
+
+def broken_step(group: Group, how: str, *, victim: int, layout: str) -> tuple[float, str]:
+    """A step in which one rank fails; returns after how many seconds this rank knew, and what it was told."""
+    trainer = trainer_on(group, "grpo", layout=layout)
+    trainer.step_now(batch_for(8, seed=0))
+    batch = batch_for(8, seed=1)
+    if how == "all":
+        batch = replace(batch, sequences=tuple(replace(s, temperature=0.0) for s in batch.sequences))
+    elif group.rank == victim:
+        if how == "raise":
+            hook = trainer._models.actor.optimizer
+            hook.reduce = raiser
+        elif how == "die":
+            trainer._models.actor.optimizer.reduce = lambda: os.kill(os.getpid(), signal.SIGKILL)
+        elif how == "hang":
+            trainer._models.actor.optimizer.reduce = lambda: time.sleep(1000)
+    started = time.monotonic()
+    try:
+        trainer.step_now(batch)
+    except Exception as error:  # noqa: BLE001  the test reads it
+        return time.monotonic() - started, f"{type(error).__name__}: {error}"
+    return time.monotonic() - started, ""
+
+
+def raiser() -> None:
+    raise ValueError("a fault of its own")
+
+
+def steps_again(group: Group) -> int:
+    return trainer_on(group, "sft", layout="zero3").step_now(batch_for(8, seed=0)).num_updates
+
+
+def with_a_bad_number(group: Group | None, kind: str, **settings: Any) -> tuple[list[Any], list[str], bool]:
+    """A step whose gradient is not finite where one sequence lies, then a step of fewer sequences than ranks: updates
+    of both, what was told, and whether the first left the weights alone."""
+    events: list = []
+    trainer = trainer_on(group, kind, events=events, **settings)
+    before, batch = whole(trainer), batch_for(9, seed=0)
+    batch.sequences[4].columns["advantages"][-1] = np.nan
+    updates = [trainer.step_now(batch).num_updates]
+    after = whole(trainer)
+    updates.append(trainer.step_now(batch_for(2, seed=1)).num_updates)
+    same = all(np.array_equal(before[name], after[name]) for name in before)
+    return updates, [name for name, _ in events if name != "trainer.torch_kernels"], same
+
+
+def freed_between_passes(group: Group) -> tuple[list[int], list[int], bool]:
+    """Bytes under each layer's gathered weights as its forward pass sees them, and when the forward pass of all layers
+    is over; and whether backward then gave a gradient. What backward saved is those weights."""
+    trainer = trainer_on(group, "sft", layout="zero3")
+    decoder, seen = trainer._models.actor.decoder, []
+    for layer in decoder.layers:
+        layer.register_forward_pre_hook(lambda layer, _: seen.append(layer.qkv.weight))
+    (update,) = trainer._evaluator.complete(batch_for(8, seed=0))[1].updates
+    logprobs_N, _ = chunk_logprobs(decoder, update.chunks[0])
+    during = [weight.numel() * weight.element_size() for weight in seen]
+    after = [weight.untyped_storage().nbytes() for weight in seen]
+    logprobs_N.sum().backward()
+    return during, after, bool(trainer._models.actor.optimizer.grad_N.any())

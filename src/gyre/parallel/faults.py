@@ -4,13 +4,15 @@ collective. Caller: parallel.group.
 
 Every rank counts its guarded operations (a step, an evaluation), so the number means the same everywhere. A rank that
 fails reports under the number; a thread on each other rank reads that, lets its own main thread fail by itself for a
-moment (a bad batch is refused by all ranks alike, and nothing is broken), and else aborts the collectives.
+moment (a bad batch is refused by all ranks alike, and nothing is broken), and else aborts the collectives. The threads
+also give signs of life; each watches the next rank's, and reports for it when they end: NCCL does not notice a death.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +21,8 @@ from torch.distributed import Store
 
 POLL_S = 0.1
 OWN_FAULT_S = 1.0  # how long a rank may take to come to the same error by itself
+BEAT_S = 1.0  # between two signs of life
+LIFE_S = 15.0  # without one a rank is dead; no call may hold Python's lock for longer
 
 
 class FaultBoard:
@@ -28,6 +32,8 @@ class FaultBoard:
         self._store, self._rank, self._size, self._grace_s, self._abort = store, rank, size, grace_s, abort
         self._lock = threading.Lock()  # over the connection
         self._operation, self._inside = 0, False
+        self._beat, self._next_beat = 0, 0.0
+        self._neighbour, self._neighbour_until = "", math.inf  # its last sign of life, and when the next is overdue
         self.broken = ""  # why no collective of this group may run any more
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="fault-board", daemon=True)
@@ -92,10 +98,12 @@ class FaultBoard:
 
     def _watch(self) -> None:
         while not self._end.wait(POLL_S):
-            if not self._inside or self.broken:
-                continue
-            operation = self._operation
+            operation, inside = self._operation, self._inside and not self.broken
             try:
+                self._live()
+                if not inside:
+                    continue
+                self._look_at_neighbour(operation)
                 with self._lock:
                     failed = self._store.check([f"{operation}"])
             except RuntimeError as error:
@@ -104,3 +112,23 @@ class FaultBoard:
             if failed and not self._end.wait(OWN_FAULT_S) and self._inside and self._operation == operation:
                 self.broken = self.broken or "another rank failed"
                 self._abort()
+
+    def _live(self) -> None:
+        """Give a sign of life when it is time."""
+        if time.monotonic() >= self._next_beat:
+            self._beat, self._next_beat = self._beat + 1, time.monotonic() + BEAT_S
+            with self._lock:
+                self._store.set(f"life/{self._rank}", f"{self._beat}")
+
+    def _look_at_neighbour(self, operation: int) -> None:
+        """Report for the next rank when it has given no sign of life for too long."""
+        rank = (self._rank + 1) % self._size
+        with self._lock:
+            seen = self._store.get(f"life/{rank}").decode() if self._store.check([f"life/{rank}"]) else ""
+        if seen != self._neighbour or self._neighbour_until == math.inf:
+            self._neighbour, self._neighbour_until = seen, time.monotonic() + LIFE_S
+        elif time.monotonic() > self._neighbour_until:
+            entry = json.dumps({"message": f"no sign of life for {LIFE_S:g} s; its process is gone", "own": True})
+            with self._lock:
+                self._store.set(f"{operation}/{rank}", entry)
+                self._store.set(f"{operation}", "failed")

@@ -208,10 +208,19 @@ class NativeTrainer:
     def version(self) -> int:
         return self._version
 
-    @property
     def trained(self) -> tuple[Decoder, ScalarHead | None]:
-        """What an export holds: the actor, with its scalar head under objective rm."""
-        return self._models.actor.decoder, self._models.actor.head
+        """What an export holds: the actor, with its scalar head under objective rm. All ranks call it; where no rank
+        holds the weights whole, rank 0 gets a copy on the CPU, and the others a Decoder without contents."""
+        actor = self._models.actor
+        if not actor.split.shards_weights:
+            return actor.decoder, actor.head
+        keeps = self._group.rank == 0
+        copy = Decoder(actor.decoder.spec, device=torch.device("cpu" if keeps else "meta"), dtype=actor.dtype)
+        with self._group.guard("export"):
+            _, source = self.register()
+            assert isinstance(source, ShardSource)
+            source.gather_into(dict(copy.named_parameters()) if keeps else {})
+        return copy, actor.head
 
     def step_now(self, batch: TrainBatch) -> StepReport:
         """The body of `step`."""

@@ -45,6 +45,7 @@ class SlicedOptimizer(AdamW):
         self.exp_avg_N, self.exp_avg_sq_N = self.buffer(self.layout.size), self.buffer(self.layout.size)
         self.compute_N = torch.zeros(self._whole, dtype=self.dtype, device=self.device)
         self.master_N = self.compute_N if self.master_is_compute else self.buffer(self.layout.size)
+        self._masters = self.runs(self._own_master_N())
         self._take_over()
         at = dict(self.starts) | {name: self._whole + self._tail_of(name) for name in apart}
         self.hook(views(self.grad_N, at, self.shapes))
@@ -69,7 +70,7 @@ class SlicedOptimizer(AdamW):
         return self.master_N[self._low : self._low + self._slice] if self.master_is_compute else self.master_N
 
     def masters(self) -> dict[str, Tensor]:
-        return self.runs(self._own_master_N())
+        return self._masters
 
     def spans(self) -> Iterator[Span]:
         weight_N = self._own_master_N()
@@ -109,7 +110,10 @@ class SlicedOptimizer(AdamW):
         self.zero_grad()  # of what other ranks own, too
 
     def compute_tensors(self) -> dict[str, Tensor]:
-        return {"compute": self.compute_N, **self.parameters}
+        tensors: dict[str, Tensor] = {"compute": self.compute_N, **self.parameters}
+        if self.master_is_compute:
+            tensors |= {f"master.{name}": view for name, view in self._masters.items()}
+        return tensors
 
     def master_tensors(self) -> dict[str, Tensor]:
         return {} if self.master_is_compute else {"master": self.master_N}

@@ -13,6 +13,8 @@ from gyre.core.records import Phase
 from gyre.core.seeds import derive_seed
 from gyre.engine.native import NativeEngine
 from gyre.models.decoder import Decoder
+from gyre.models.heads import ScalarHead
+from gyre.objectives.config import trains_scores
 from gyre.parallel.group import Group
 from gyre.planner.plan import Plan
 from gyre.runconfig import RunConfig
@@ -35,6 +37,7 @@ class Device:
         self._config, self._plan, self._folder, self._machine, self._emit = config, plan, folder, machine, emit
         self._group = group
         self._manager: MemoryManager | None = None
+        self._trains_scores = False
         self._own_weights = False  # the engine's, beside the trainer's
         self.trainer: NativeTrainer | None = None
         self.engine: NativeEngine | None = None
@@ -50,6 +53,7 @@ class Device:
         reward, reward_model = self._config.rewards.model_part(), None
         if reward is not None and stage.name == MAIN:
             reward_model = load_reward_model(reward.path, self._machine, policy)
+        self._trains_scores = trains_scores(stage.objective)
         self.trainer = NativeTrainer(
             decoder=policy.decoder,
             objective=stage.objective,
@@ -106,15 +110,21 @@ class Device:
         if self.trainer is not None:
             await self.trainer.close()
 
-    def whole_policy(self, policy: Policy) -> Policy:
-        """The policy with the trained weights whole, on every rank; all ranks call it, before `close`."""
-        assert self.trainer is not None
-        _, source = self.trainer.register()
-        if not isinstance(source, ShardSource):
-            return policy
+    def take_trained(self, policy: Policy) -> tuple[Policy, ScalarHead | None]:
+        """(policy with the trained weights whole, on every rank; scalar head under objective rm). All ranks call it,
+        before `close`."""
+        trainer = self.trainer
+        assert trainer is not None
+        if not self.cuts_weights:
+            return policy, trainer.trained()[1]
+        assert self._group is not None
         decoder = Decoder(policy.spec, device=self._machine.device, dtype=self._machine.dtype)
-        source.gather_into({name: parameter.detach() for name, parameter in decoder.named_parameters()})
-        return replace(policy, decoder=decoder)
+        with self._group.guard("end of the stage"):
+            _, source = trainer.register()
+            assert isinstance(source, ShardSource)
+            source.gather_into({name: parameter.detach() for name, parameter in decoder.named_parameters()})
+        head = trainer.trained()[1] if self._trains_scores else None
+        return replace(policy, decoder=decoder), head
 
     def _disk_folder(self) -> Path | None:
         """Inside the run's folder, or for a folder elsewhere a part of it that no other run touches. Ranks do not

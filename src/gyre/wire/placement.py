@@ -104,8 +104,8 @@ class Inline:
         device, self._device = self._device, None
         if device is None:
             return
-        if device.trainer is not None and not failed:
-            _, self._head = device.trainer.trained
+        if device.trainer is not None and self._policy is not None and not failed:
+            self._policy, self._head = device.take_trained(self._policy)
         await device.close()
 
     async def export(self, folder: Path, tokenizer_files: Path) -> None:

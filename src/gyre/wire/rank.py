@@ -110,8 +110,7 @@ class RankWorker:
         assert device is not None
         self.trainer = self.engine = None
         if device.trainer is not None:
-            self._policy = await self._on_compute(lambda: device.whole_policy(self._policy))
-            _, self._head = device.trainer.trained
+            self._policy, self._head = await self._on_compute(lambda: device.take_trained(self._policy))
         await device.close()
 
     async def enter(self, phase: Phase, step: int) -> int:

@@ -1,0 +1,116 @@
+"""A trainer on several GPUs, over NCCL, does what one GPU does. The cases are those of tests/unit/test_trainer_ranks.py.
+Needs two GPUs; four show the hybrid layouts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+
+from rank_pool import RankPool
+from zero_cases import LAYOUTS, broken_step, evaluate, gathered, gradients, moved, resume, saved, steps_again, train
+
+from gyre.parallel.group import Group, alone
+
+NUM_GPUS = torch.cuda.device_count()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS < 2, reason="needs two CUDA devices")]
+SIZE = 4 if NUM_GPUS >= 4 else 2
+NAMES = [name for name, config in LAYOUTS.items() if SIZE == 4 or not (config.shard_ranks or name == "mixed")]
+
+
+def by_itself(group: Group, case: Callable[..., Any], *args: Any, **settings: Any) -> Any:
+    """A case on this rank's own GPU, without the others."""
+    return case(alone(group.device), *args, **settings)
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    pool = RankPool(SIZE, backend="nccl", device="cuda", timeout_s=60.0)
+    yield pool
+    pool.close()
+
+
+def assert_close(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray], *, relative: float) -> None:
+    assert found.keys() == expected.keys() and any(tensor.any() for tensor in expected.values())
+    for name, tensor in expected.items():
+        np.testing.assert_allclose(found[name], tensor, atol=relative * np.abs(tensor).max(), rtol=0, err_msg=name)
+
+
+@pytest.mark.parametrize("layout", NAMES)
+@pytest.mark.parametrize(("dtype", "relative"), [("float32", 1e-4), ("bfloat16", 0.05)])
+def test_gradients_equal_one_gpu(ranks, layout, dtype, relative):
+    expected, norms = ranks.run(by_itself, gradients, "ppo", dtype=dtype)[0]
+    results = ranks.run(gradients, "ppo", dtype=dtype, layout=layout)
+    assert_close(results[0][0], expected, relative=relative)
+    assert all(result[1] == results[0][1] for result in results)
+    assert results[0][1] == pytest.approx(norms, rel=relative)
+
+
+@pytest.mark.parametrize("layout", NAMES)
+def test_training_equals_one_gpu(ranks, layout):
+    settings = {"epochs_per_batch": 2, "sequences_per_update": 4, "weight_decay": 0.1, "reference_moving_average": 0.5}
+    expected, state = ranks.run(by_itself, train, "grpo", **settings)[0]
+    results = ranks.run(train, "grpo", layout=layout, **settings)
+    assert all(reports == results[0][0] for reports, _ in results)
+    for report, one in zip(results[0][0], expected, strict=True):
+        metrics = {name: value for name, value in one.metrics.items() if name != "padding_share"}
+        assert {name: report.metrics[name] for name in metrics} == pytest.approx(metrics, rel=1e-3, abs=1e-4)
+    assert_close(results[0][1], state, relative=2e-3)
+
+
+@pytest.mark.parametrize("layout", ["zero1", "zero2", "zero3"])
+def test_evaluation_and_ranks_without_work(ranks, layout):
+    expected = ranks.run(by_itself, evaluate, "ppo", "critic", num_sequences=2)[0]
+    for found in ranks.run(evaluate, "ppo", "critic", num_sequences=2, layout=layout):
+        for own, one in zip(found, expected, strict=True):
+            np.testing.assert_allclose(own, one, atol=2e-3)
+
+
+@pytest.mark.parametrize("layout", [name for name in ("zero1", "zero3", "hybrid3") if name in NAMES])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_snapshots_fit_any_number_of_gpus(ranks, layout, dtype):
+    settings = {"dtype": dtype, "reference_moving_average": 0.9, "spec": "tied"}
+    state = saved(None, "ppo", steps=1, **settings)  # on the CPU
+    written = {name: tensor.float().clone().numpy() for name, tensor in state["tensors"].items()}
+    found = ranks.run(resume, state, "ppo", steps=range(0), layout=layout, **settings)[0][1]
+    for name, tensor in written.items():
+        np.testing.assert_array_equal(found[name], tensor, err_msg=name)
+
+
+@pytest.mark.parametrize("layout", [name for name in ("zero1", "zero3", "hybrid3") if name in NAMES])
+def test_every_gpu_gets_the_version_whole(ranks, layout):
+    versions = ranks.run(gathered, bucket_bytes=4096, layout=layout, dtype="bfloat16")
+    for _, found in versions:
+        for name, tensor in versions[0][1].items():
+            assert not np.isnan(tensor).any()
+            np.testing.assert_array_equal(found[name], tensor, err_msg=name)
+
+
+@pytest.mark.parametrize("layout", ["zero1", "zero3"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_parked_components_come_back(ranks, layout, dtype):
+    """The compute weights of zero 1 lie in virtual memory and keep their addresses."""
+    _, expected = ranks.run(train, "ppo", layout=layout, dtype=dtype)[0]
+    assert_close(ranks.run(moved, "ppo", layout=layout, dtype=dtype)[0], expected, relative=1e-3)
+
+
+@pytest.mark.parametrize("how", ["raise", "die"])
+@pytest.mark.parametrize("layout", ["zero1", "zero3"])
+def test_a_broken_rank_is_named(how, layout):
+    pool = RankPool(2, backend="nccl", device="cuda", timeout_s=60.0)
+    try:
+        assert pool.run(steps_again) == [1, 1]
+        pool.send(broken_step, how, victim=1, layout=layout)
+        failed, answer = pool.answer(0)
+        assert not failed, answer
+        seconds, text = answer
+        assert seconds < 30.0 and text.startswith("RankError: step 1 ended on rank 0: rank 1"), text
+    finally:
+        pool.close()

@@ -1,0 +1,119 @@
+"""Shards: every number is held once, and comes back to where it was, whatever shapes, ranks and bucket sizes."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gyre.core.errors import ConfigError
+from gyre.parallel.config import ParallelConfig
+from gyre.parallel.group import alone
+from gyre.parallel.mesh import Splitter, shard_size
+from gyre.weights.gather import ShardSource
+from gyre.weights.shards import ALIGN, ShardLayout, align, plan_gather, row_layout, slice_layout, whole_layout
+
+SHAPES = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple), min_size=1, max_size=6)
+
+
+def starts_of(shapes: dict[str, tuple[int, ...]]) -> tuple[dict[str, int], int]:
+    starts, at = {}, 0
+    for name, shape in shapes.items():
+        starts[name] = at
+        at += align(math.prod(shape))
+    return starts, at
+
+
+@st.composite
+def layouts(draw) -> tuple[ShardLayout, frozenset[str]]:
+    shapes = {f"t{i}": shape for i, shape in enumerate(draw(SHAPES))}
+    num_ranks = draw(st.integers(1, 5))
+    last = list(shapes)[-1]
+    replicated = frozenset([last]) if draw(st.booleans()) and len(shapes) > 1 else frozenset()
+    if draw(st.booleans()):
+        return row_layout(shapes, num_ranks=num_ranks, replicated=replicated), replicated
+    starts, size = starts_of({name: shape for name, shape in shapes.items() if name not in replicated})
+    whole = align(size, num_ranks * ALIGN)
+    starts |= dict.fromkeys(replicated, whole)
+    return slice_layout(shapes, starts, whole, num_ranks=num_ranks, replicated=replicated), replicated
+
+
+@given(layouts())
+def test_every_number_is_held_once(case):
+    layout, replicated = case
+    for name, shape in layout.shapes.items():
+        held = np.zeros(math.prod(shape), dtype=int)
+        for places in layout.ranks:
+            held[places[name].start : places[name].stop] += 1
+        assert (held == (len(layout.ranks) if name in replicated else 1)).all()
+    for places in layout.ranks:
+        taken = np.zeros(layout.size, dtype=int)
+        for place in places.values():
+            assert place.at + place.stop - place.start <= layout.size
+            taken[place.at : place.at + place.stop - place.start] += 1
+        assert taken.max(initial=0) <= 1
+
+
+@given(layouts(), st.integers(1, 400))
+def test_what_is_gathered_is_what_was_there(case, numbers_per_bucket):
+    layout, _ = case
+    rng = np.random.default_rng(0)
+    whole = {name: rng.random(math.prod(shape)) for name, shape in layout.shapes.items()}
+    buffers = [np.full(layout.size, np.nan) for _ in layout.ranks]
+    for buffer, places in zip(buffers, layout.ranks, strict=True):
+        for name, place in places.items():
+            buffer[place.at : place.at + place.stop - place.start] = whole[name][place.start : place.stop]
+    back = {name: np.full(len(values), np.nan) for name, values in whole.items()}
+    step = max(ALIGN, numbers_per_bucket // len(layout.ranks))
+    at = 0
+    for bucket in plan_gather(layout, numbers_per_bucket=numbers_per_bucket):
+        assert bucket.size <= step
+        low = bucket.landings[0].start - layout.ranks[bucket.landings[0].rank][bucket.landings[0].name].start
+        low += layout.ranks[bucket.landings[0].rank][bucket.landings[0].name].at - bucket.landings[0].offset
+        assert low >= at
+        at = low + bucket.size
+        for landing in bucket.landings:
+            got = buffers[landing.rank][low + landing.offset : low + landing.offset + landing.stop - landing.start]
+            assert np.isnan(back[landing.name][landing.start : landing.stop]).all(), "a number lands once"
+            back[landing.name][landing.start : landing.stop] = got
+    for name, values in whole.items():
+        np.testing.assert_array_equal(back[name], values)
+
+
+@given(SHAPES, st.integers(1, 6))
+def test_rows_are_cut_as_torch_cuts_them(shapes, num_ranks):
+    named = {f"t{i}": shape for i, shape in enumerate(shapes)}
+    layout = row_layout(named, num_ranks=num_ranks)
+    for name, shape in named.items():
+        tensor = torch.arange(math.prod(shape)).view(shape)
+        chunks = torch.chunk(tensor, num_ranks)
+        for rank, places in enumerate(layout.ranks):
+            chunk = chunks[rank].reshape(-1) if rank < len(chunks) else tensor.new_empty(0)
+            assert torch.equal(tensor.view(-1)[places[name].start : places[name].stop], chunk)
+
+
+def test_one_process_gathers_from_itself():
+    tensors = {"a": torch.randn(3, 4), "b": torch.randn(5)}
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    starts, size = starts_of(shapes)
+    source = ShardSource(whole_layout(shapes, starts, size), tensors, group=alone(), dtype=torch.bfloat16)
+    into = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    assert source.gather_into(into, bucket_bytes=8) == 68
+    assert all(torch.equal(into[name], tensor.bfloat16().float()) for name, tensor in tensors.items())
+
+
+def test_copies_must_be_whole():
+    assert [shard_size(8, n) for n in (0, 1, 2, 4, 8)] == [8, 1, 2, 4, 8]
+    for bad in (3, 16):
+        with pytest.raises(ConfigError, match=f"parallel.shard_ranks = {bad}: 8 ranks do not divide") as found:
+            shard_size(8, bad)
+        assert "1, 2, 4, 8" in found.value.hint
+
+
+def test_one_process_holds_everything_whatever_is_asked():
+    split = Splitter(alone(), ParallelConfig(zero=3)).split("actor")
+    assert not split.shards_state and not split.shards_weights
