@@ -90,10 +90,7 @@ def test_a_worker_that_hangs_is_noticed_and_costs_a_restart(tmp_path: Path, undi
     assert story == undisturbed
     (restart,) = events_of(tmp_path / "runs" / "tiny", "retry.run_restarted")
     error = restart["error"]
-    if "hangs" in error:  # the driver's watchdog was first
-        assert "worker-0 answers nothing" in error and "== worker-1" in error and "step_now" in error
-    else:  # or the other rank, which misses the signs of life
-        assert "rank 0 failed: no sign of life" in error
+    assert "hangs" in error and "worker-0 answers nothing" in error and "== worker-1" in error and "step_now" in error
 
 
 def test_restarts_are_bounded_and_the_last_error_names_the_worker(tmp_path: Path) -> None:
