@@ -44,6 +44,7 @@ bench-gpu:
 	cd bench && PYTHONPATH=../src python3 engine.py --shape 8b --streams 1 8 32 128
 	cd bench && PYTHONPATH=../src python3 engine.py --shape 8b --batch-invariant
 	cd bench && PYTHONPATH=../src python3 engine.py --shape 8b --prefix-hits
+	cd bench && PYTHONPATH=../src python3 invariant_train.py
 
 bench: install
 	$(BIN)/python bench/sandbox.py

@@ -8,6 +8,7 @@ where it is installed (pages of 128 tokens). 32 heads over 8 kv heads of 128, bf
 
 from __future__ import annotations
 
+import importlib.metadata
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -15,10 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from gyre.engine.gpu_layout import cut_pieces, cut_tiles, plan_piece
+from gyre.engine.gpu_layout import cut_tiles, plan_piece
 from gyre.kernels.gpu import decode_attention as decode
 from gyre.kernels.gpu import prefill_attention as prefill
 from gyre.kernels.gpu.flash4 import find_flash4
+from gyre.kernels.gpu.items import cut_pieces
 from record import parser, say
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -45,6 +47,8 @@ def main() -> None:
         settings={
             "heads": [HEADS, KV_HEADS, HEAD_DIM], "sequences": SEQUENCES, "context": [SHORTEST, LONGEST],
             "prompt": PROMPT, "device": torch.cuda.get_device_name(),
+            "limits_from": "a copy and a product in the same run",
+            "flash_attn_4": None if flash4 is None else importlib.metadata.version("flash-attn-4"),
         },
         detail={
             "copy_tb_s": copy_tb_s, "product_tflop_s": product_tflop_s, "decode_tb_s_by_page": decoded,
@@ -93,7 +97,7 @@ def make_pages(lengths: np.ndarray, page: int) -> tuple[torch.Tensor, torch.Tens
 
 def decode_tb_s(lengths: np.ndarray, page: int) -> float:
     pages, table = make_pages(lengths, page)
-    piece = plan_piece(int(lengths.sum()), KV_HEADS, page)
+    piece = plan_piece(int(lengths.sum()), KV_HEADS, page, pool_tokens=int(lengths.sum()))
     first, items = cut_pieces(lengths, piece)
     work = decode.DecodeWork(
         row_B=int32(range(len(lengths))), position_B=int32(lengths - 1), first_B=int32(first), item_I=int32(items),

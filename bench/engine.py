@@ -26,7 +26,7 @@ from gyre.models.decoder import Decoder
 from gyre.models.spec import ModelSpec
 from record import RECORDS, parser, say
 
-COPY_BYTES_PER_S, MATMUL_FLOPS = 4.28e12, 794e12  # measured on an H200
+COPY_BYTES_PER_S, MATMUL_FLOPS = 4.28e12, 794e12  # measured before, on another H200
 COMMON = {
     "family": "qwen3", "vocab_size": 151_936, "num_kv_heads": 8, "head_dim": 128, "context_tokens": 4096,
     "rope_theta": 1e6, "norm_eps": 1e-6, "qkv_bias": False, "qk_norm": True, "eos_ids": (),
@@ -53,9 +53,8 @@ def main() -> None:
     args = options.parse_args()
     spec = SHAPES[args.shape]
     rates, detail = asyncio.run(measure(spec, args))
-    name = f"engine_{args.shape.replace('.', '_')}"
-    if args.batch_invariant or args.prefix_hits:
-        name += "_invariant" if args.batch_invariant else "_prefix_hits"
+    kinds = {"invariant": args.batch_invariant, "prefix_hits": args.prefix_hits, "streams": args.streams}
+    name = "_".join([f"engine_{args.shape.replace('.', '_')}", *[kind for kind, asked in kinds.items() if asked]])
     say(
         args,
         name=name,
@@ -66,6 +65,7 @@ def main() -> None:
         settings={
             "requests": REQUESTS, "tokens": f"{SHORTEST}-{LONGEST} in and out", "temperature": 0.6, "dtype": "bfloat16",
             "token_budget": args.token_budget, "device": torch.cuda.get_device_name(), "triton": triton_version(),
+            "limit_from": f"constants: {COPY_BYTES_PER_S:.3g} B/s, {MATMUL_FLOPS:.3g} FLOP/s",
         },
         detail={"tokens_per_s_by_run": [round(rate) for rate in rates], **detail},
     )  # fmt: skip

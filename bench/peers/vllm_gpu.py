@@ -8,9 +8,11 @@ from __future__ import annotations
 import datetime
 import json
 import multiprocessing
+import multiprocessing.connection
 import random
 import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +28,42 @@ SHAPES = {
            "tie_word_embeddings": False},
 }  # fmt: skip
 REQUESTS, SHORTEST, LONGEST, RUNS = 256, 100, 1024, 2
+DEADLINE_S, EXIT_DEADLINE_S = 500.0, 60.0  # for the whole of one shape; and for its process to end after its answer
 
 
 def main() -> None:
     folder = Path(sys.argv[1])
     measured: dict[str, Any] = {}
     for shape in sys.argv[2:] or SHAPES:
-        queue: Any = multiprocessing.get_context("spawn").Queue()
-        worker = multiprocessing.get_context("spawn").Process(target=measure, args=(shape, str(folder), queue))
-        worker.start()
-        measured[shape] = queue.get(timeout=500)
-        worker.join()
+        measured[shape] = measure_apart(shape, folder)
         versions = measured[shape].pop("versions")
         record = {"version": versions["vllm"], "date": datetime.date.today().isoformat(), "versions": versions}
         (folder / "peer_vllm.json").write_text(json.dumps({**record, "shapes": measured}, indent=2) + "\n")
         print(json.dumps(measured[shape]), flush=True)
+
+
+def measure_apart(shape: str, folder: Path) -> dict[str, Any]:
+    """Measure in a process of its own, since vLLM keeps the device until its process ends."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    worker = context.Process(target=measure, args=(shape, str(folder), theirs))
+    worker.start()
+    theirs.close()
+    try:
+        ready = multiprocessing.connection.wait([ours, worker.sentinel], timeout=DEADLINE_S)
+        if not ready:
+            raise SystemExit(f"{shape}: no answer within {DEADLINE_S:.0f} s")
+        try:
+            found = ours.recv() if ours.poll() else None  # a child of it may hold the other end after its death
+        except EOFError:
+            found = None
+        worker.join(EXIT_DEADLINE_S)
+        if found is None:
+            raise SystemExit(f"{shape}: the process ended with exit code {worker.exitcode} and without an answer")
+        return found
+    finally:
+        if worker.is_alive():
+            worker.kill()
 
 
 def workload(run: int) -> tuple[list[list[int]], list[int]]:
@@ -51,7 +74,7 @@ def workload(run: int) -> tuple[list[list[int]], list[int]]:
     return [[token + run for token in prompt] for prompt in prompts], outputs
 
 
-def measure(shape: str, folder: str, queue: Any) -> None:
+def measure(shape: str, folder: str, answer: Connection) -> None:
     model = Path(folder) / f"model_{shape}"
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text(json.dumps({**COMMON, **SHAPES[shape]}))
@@ -77,7 +100,7 @@ def measure(shape: str, folder: str, queue: Any) -> None:
         answers = engine.generate([{"prompt_token_ids": tokens} for tokens in prompts], asked, use_tqdm=False)
         rates.append(sum(outputs) / (time.perf_counter() - run_begun_s))
         assert [len(answer.outputs[0].token_ids) for answer in answers] == outputs
-    queue.put(
+    answer.send(
         {
             "value": max(rates[1:]),
             "tokens_per_s_by_run": [round(rate) for rate in rates[1:]],

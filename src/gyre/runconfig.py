@@ -32,6 +32,12 @@ from gyre.vram.config import MemoryConfig
 
 CHECK_HINT = "`gyre plan` checks a config without running it"
 
+INVARIANT_REFUSAL = "engine.batch_invariant = true: the trainer cannot give the engine's log-probs to the bit"
+INVARIANT_HINT = (
+    "Training in this mode needs a GPU, bfloat16, a model without sliding windows and rollouts without truncation; "
+    "leave it out to train, serving can use it"
+)
+
 KINDS: Mapping[type, str] = MappingProxyType(
     {bool: "true or false", int: "a whole number", float: "a number", str: "a text in quotes"}
 )
@@ -72,8 +78,6 @@ class RunConfig(Section):
     """What the main stage optimises."""
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     """How the main stage updates."""
-    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
-    """How the trainer's models lie over its ranks."""
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     """Completions per step."""
     engine: EngineConfig = Field(default_factory=EngineConfig)
@@ -84,6 +88,8 @@ class RunConfig(Section):
     """Budgets and tiers."""
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     """On which devices the run works."""
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    """How the trained and frozen models lie over the trainer's ranks."""
     eval: EvalConfig = Field(default_factory=EvalConfig)
     """Held-out evaluation."""
     goal: GoalConfig | None = None
@@ -115,7 +121,23 @@ class RunConfig(Section):
                 f"rollout.completions_per_prompt = {size}: objective.kind = '{objective.kind}' compares completions of "
                 "one prompt with each other, give 2 or more"
             )
+        if self.engine.batch_invariant and needs_rollouts(objective) and (reason := self._why_not_invariant()):
+            raise ValueError(f"{INVARIANT_REFUSAL}: {reason}. {INVARIANT_HINT}")
         return self
+
+    def _why_not_invariant(self) -> str | None:
+        """What the config alone says; the model and the device may say more."""
+        cutting = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+        for key, off in cutting.items():
+            if (value := getattr(self.rollout, key)) != off:
+                return f"rollout.{key} = {value} truncates, need {off}"
+        for key, refused, accepted in (("device", "cpu", "cuda"), ("dtype", "float32", "bfloat16")):
+            if getattr(self.run, key) == refused:
+                return f"run.{key} = '{refused}', need '{accepted}' or 'auto'"
+        for model in ("actor", "reference"):
+            if (zero := self.parallel.of(model)[0]) >= 2:
+                return f"parallel.zero = {zero} of the {model} keeps weights in shards, need 0 or 1"
+        return None
 
 
 def load_run_config(path: Path, overrides: list[str]) -> RunConfig:

@@ -9,13 +9,14 @@ import torch
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 if torch.cuda.is_available():
     from gyre.engine.draws import uniforms
-    from gyre.engine.gpu_layout import cut_pieces, cut_tiles
+    from gyre.engine.gpu_layout import cut_tiles
     from gyre.engine.sampler import choose, make_rules
     from gyre.kernels import reference
     from gyre.kernels.gpu import decode_attention as decode
     from gyre.kernels.gpu import pointwise
     from gyre.kernels.gpu import prefill_attention as prefill
     from gyre.kernels.gpu import sample as sampling
+    from gyre.kernels.gpu.items import cut_pieces
     from gyre.kernels.rope import rope_tables
 
 DEVICE = torch.device("cuda")

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from test_engine_gpu import make_decoder
 
 from gyre.core.records import Completion, Request, Sampling
 from gyre.engine.config import EngineConfig, scoring_bytes
@@ -20,10 +21,8 @@ from gyre.engine.sampler import Rules, choose, make_rules
 from gyre.engine.shaping import Past, make_shaping
 from gyre.engine.streams import collect
 from gyre.engine.truncation import keep_by_bisection, keep_by_candidates, make_cut
-from gyre.models.config import ShapeConfig
-from gyre.models.decoder import Decoder
-from gyre.models.init import init_weights
-from gyre.models.spec import spec_from_shape
+from gyre.planner.memory import engine_bytes
+from gyre.planner.plan import ModelNumbers
 
 pytestmark = [
     pytest.mark.gpu,
@@ -140,33 +139,16 @@ def test_scoring_stays_within_its_stated_memory() -> None:
 
     results = 2048 * 41 * 8 * 3
     measured = {"prompts": peak(score), "best": peak(lambda: find_best(logits_NV, 20, rows_at_once=32))}
-    bytes_each = {name: size / (32 * WIDE) for name, size in measured.items()}
+    assert max(measured.values()) <= bound + results, {name: size / (32 * WIDE) for name, size in measured.items()}
     uniform_N = torch.rand(64, dtype=torch.float64, device=CUDA)
     whole = peak(lambda: choose(logits_NV, rules, uniform_N, chosen_N=chosen_N, past=past))
-    print("bytes per row and token:", bytes_each, "choose, all rules:", whole / (64 * WIDE))
-    assert max(measured.values()) <= bound + results, bytes_each
-
-
-SHAPE = ShapeConfig(
-    family="qwen3",
-    hidden_size=64,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=32,
-    mlp_size=96,
-    tied=True,
-    context_tokens=1024,
-)
+    model = ModelNumbers(**{**dict.fromkeys(ModelNumbers.__dataclass_fields__, 0), "vocab_size": WIDE})
+    stated = engine_bytes(model, "bfloat16", tokens=0, running=64, longest=0)  # what is left is sampling
+    assert whole <= stated, f"choosing by all rules: {whole / (64 * WIDE)} bytes per row and token"
 
 
 def answers(device: torch.device, overlap: bool) -> list[Completion]:
-    spec = spec_from_shape(SHAPE, vocab_size=200, bos_id=None, eos_ids=())
-    decoder = Decoder(spec, device=device, dtype=torch.float32)
-    init_weights(decoder, 0)
-    with torch.no_grad():
-        for parameter in decoder.parameters():
-            parameter.mul_(8.0 if parameter.dim() > 1 else 1.0)  # peaked choices: rounding decides nothing
+    decoder = make_decoder(device, torch.float32)
     generator = np.random.default_rng(0)
     asks = [
         {"repetition_penalty": 1.3},

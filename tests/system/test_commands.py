@@ -229,3 +229,15 @@ def test_help_lists_commands(tmp_path: Path) -> None:
     answer = gyre("--help", folder=tmp_path)
     assert answer.code == 0
     assert all(command in answer.out for command in ("train", "plan", "eval", "chat", "report", "doctor"))
+
+
+def test_plan_for_gpus_that_are_not_here(tmp_path: Path) -> None:
+    answer = gyre("plan", write_config(tmp_path), "--gpus", "8", "--gpu", "h200", "--json", folder=tmp_path)
+    assert answer.code == 0, answer.err
+    for stage in answer.json["stages"].values():
+        assert stage["best"]["short_device_bytes"] == 0 and stage["best"]["layout"]["gpus"] == 8
+        assert len(stage["checklists"]["training"]) == len(stage["checklists"]["inference"]) == 7
+    refused = gyre("plan", "--shape", "llama-3-70b", "--gpu", "l4", "--json", folder=tmp_path)
+    assert refused.code == 2
+    error = refused.json["error"]
+    assert error["kind"] == "memory" and "bytes too little" in error["message"] and "GPUs" in error["hint"]

@@ -31,6 +31,7 @@ VARIANTS: dict[str, Mapping[str, Any]] = {
     },
     "epochs_end": {"data.num_problems": 24, "data.held_out_fraction": 0.35, "trainer.steps": 7},
     "no_eval": {"eval.num_problems": 0, "rollout.temperature": 0.7, "rollout.top_p": 0.9},
+    "background": {"snapshot.background": True, "snapshot.every_steps": 1},
     "parked": {
         "memory.residency": "phase",
         "memory.disk_folder": "parked",

@@ -3,6 +3,7 @@ step must not change a bit. Work area, pages and outputs are poisoned before eve
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -28,10 +29,12 @@ from gyre.engine.scheduler import Chunk, Step
 from gyre.kernels import reference
 from gyre.kernels.cpu import build
 from gyre.kernels.cpu.build import Unavailable
-from gyre.kernels.cpu.library import load_decoder
+from gyre.kernels.cpu.library import CModel, DecoderLibrary, load_decoder
 from gyre.models.decoder import Decoder
 from gyre.models.init import init_weights
 from gyre.models.spec import ModelSpec
+from gyre.planner.memory import engine_bytes
+from gyre.planner.plan import Dtype, ModelNumbers
 
 CPU = torch.device("cpu")
 WIDTH = 200  # tokens of the widest sequence
@@ -273,3 +276,21 @@ def test_processes_may_race_for_an_empty_cache(tmp_path: Path) -> None:
     racing = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(2)]
     assert [process.wait(timeout=240) for process in racing] == [0, 0]
     assert [path.suffix for path in (tmp_path / "gyre" / "kernels").iterdir()] == [".so"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("tokens", "running"), [(2048, 256), (256, 256), (2048, 8), (256, 8)])
+@pytest.mark.parametrize("threads", [1, 16])
+def test_the_work_area_is_within_what_is_planned_for_a_rollout(
+    dtype: Dtype, tokens: int, running: int, threads: int
+) -> None:
+    library = load_decoder(getattr(torch, dtype))
+    assert isinstance(library, DecoderLibrary)
+    for hidden, mlp, heads, vocab in ((64, 96, 4, 200), (256, 768, 4, 512), (768, 2048, 12, 151_936)):
+        model = CModel(layers=4, hidden=hidden, mlp=mlp, heads=heads, kv_heads=2, head_dim=64, vocab=vocab)
+        needed = library.scratch_bytes(ctypes.byref(model), tokens, running, running, threads) + running * vocab * 4
+        numbers = ModelNumbers(
+            num_parameters=0, vocab_size=vocab, hidden_size=hidden, num_layers=4, num_heads=heads, num_kv_heads=2,
+            head_dim=64, mlp_size=mlp, context_tokens=1024,
+        )  # fmt: skip
+        assert needed <= engine_bytes(numbers, dtype, tokens=tokens, running=running, longest=512)

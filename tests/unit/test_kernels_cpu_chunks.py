@@ -15,8 +15,9 @@ from torch import Tensor
 
 from gyre.kernels import attention, heads, logprobs, norm, reference, silu
 from gyre.kernels.attention import PackedLayout, varlen_attention
+from gyre.kernels.choose import kernels_for
 from gyre.kernels.cpu.build import Unavailable
-from gyre.kernels.cpu.chunks import kernels_for, load_chunks
+from gyre.kernels.cpu.chunks import load_chunks
 from gyre.kernels.heads import turn_heads, turn_heads_backward
 from gyre.kernels.logprobs import token_logprobs
 from gyre.kernels.norm import rms_norm_backward, rms_norm_forward
@@ -116,8 +117,8 @@ def test_silu_mul(dtype: torch.dtype, tokens: int, vectors: int, seed: int, scal
     gate_up = randn(tokens, 32 * vectors, seed=seed, dtype=dtype) * scale
     upstream = randn(tokens, 16 * vectors, seed=seed + 1, dtype=dtype)
     product, kept = silu_mul_forward(gate_up)
-    grad = silu_mul_backward(upstream.clone(), gate_up, kept)
-    assert kept is None
+    grad, again = silu_mul_backward(upstream.clone(), gate_up, kept)
+    assert len(kept) == 1 and again is kept[0] is product, "the kernels want no silu(gate)"
     (gate_up64,) = leaves(gate_up)
     want = reference.silu_mul(gate_up64)
     close(product, want, dtype)
@@ -195,7 +196,8 @@ def test_without_the_kernels_torch_does_the_same(monkeypatch, without: str) -> N
         with monkeypatch.context() as patch:
             for module in (norm, heads, silu, attention, logprobs):
                 if without == "kernels":
-                    patch.setattr(module, "kernels_for", lambda *given, **named: None)
+                    name = "chunks_for" if module is attention else "kernels_for"
+                    patch.setattr(module, name, lambda *given, **named: None)
                 else:
                     patch.setattr("gyre.kernels.cpu.chunks.load_chunks", lambda dtype: Unavailable(reason="gone"))
             theirs = compute()

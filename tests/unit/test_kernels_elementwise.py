@@ -90,9 +90,10 @@ def test_silu_mul_is_the_oracle(tokens: int, width: int, seed: int) -> None:
     gate_up, upstream = randn(tokens, 2 * width, seed=seed), randn(tokens, width, seed=seed + 1, grad=False)
     want = reference.silu_mul(gate_up)
     with torch.no_grad():
-        got, activated = silu_mul_forward(gate_up)
-        got_grad = silu_mul_backward(upstream.clone(), gate_up, activated)
+        got, kept = silu_mul_forward(gate_up)
+        got_grad, product = silu_mul_backward(upstream.clone(), gate_up, kept)
     torch.testing.assert_close(got, want)
+    assert torch.equal(product, got)
     torch.testing.assert_close(got_grad, torch.autograd.grad(want, gate_up, upstream)[0])
 
 

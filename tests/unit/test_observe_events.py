@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gyre.core.errors import SnapshotError
-from gyre.observe.events import EventLog, count_events, is_counted, next_attempt, read_events
+from gyre.observe.events import EventLog, count_events, next_attempt, read_events
 from gyre.observe.jsonl import as_number
 from gyre.observe.lineage import trace_lineage
 from gyre.observe.samples import SampleLog, read_samples
@@ -222,69 +222,3 @@ def test_a_full_disk_is_the_users_to_mend_and_the_file_stays_whole(tmp_path: Pat
     os.dup2(kept, fd)  # somebody made room
     log.emit("note", n=3)
     assert [row["n"] for row in read_events(tmp_path / "events.jsonl")] == [1, 3]
-
-
-COUNTED = [
-    "data.exhausted",
-    "drop.equal_groups",
-    "drop.rows",
-    "sandbox.weak",
-    "engine.failed",
-    "engine.refused",
-    "engine.preempted",
-    "engine.nonfinite",
-    "engine.deadline",
-    "reward.worker_replaced",
-    "reward.nursery_replaced",
-    "reward.nursery_killed",
-    "rewards.failed",
-    "snapshot.skipped",
-    "snapshot.replaced",
-    "snapshot.leftover_removed",
-    "snapshot.prune_failed",
-    "trainer.update_skipped",
-    "trainer.nothing_to_train",
-    "trainer.oversized_chunks",
-    "warn.reward_failed",
-    "weights.publish_failed",
-]
-PLAIN = [
-    "run.started",
-    "run.done",
-    "stage.done",
-    "step.done",
-    "eval.done",
-    "phase.ended",
-    "memory",
-    "memory.move",
-    "weights.published",
-    "plan.made",
-    "data.loaded",
-    "engine.started",
-    "engine.committed",
-    "engine.prefix_cleared",
-    "reward.window",
-    "sandbox.started",
-    "snapshot.saved",
-    "export.verified",
-    "rollouts.carried",
-    "trainer.reference_refreshed",
-]
-
-
-def test_what_fell_back_was_lost_or_was_done_again_is_counted() -> None:
-    failing = [kind for kind in COUNTED if not is_counted({"kind": kind})]
-    assert failing == []
-    assert [kind for kind in PLAIN if is_counted({"kind": kind})] == []
-
-
-def test_counted_events_are_counted_by_what_they_stand_for() -> None:
-    rows = [
-        {"kind": "drop.rollout", "count": 3},
-        {"kind": "drop.rollout"},
-        {"kind": "snapshot.skipped"},
-        {"kind": "rewards.note", "counted": True},
-        {"kind": "warn.quiet", "counted": False},
-        {"kind": "step.done", "count": 4},
-    ]
-    assert count_events(rows) == {"drop.rollout": 4, "snapshot.skipped": 1, "rewards.note": 1}

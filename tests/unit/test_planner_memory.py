@@ -12,6 +12,7 @@ from gyre.models.config import ShapeConfig
 from gyre.models.decoder import Decoder
 from gyre.models.init import init_weights
 from gyre.models.spec import ModelSpec, spec_from_shape
+from gyre.planner.hardware import saving_on_cpu
 from gyre.planner.memory import (
     activation_bytes,
     engine_bytes,
@@ -23,6 +24,7 @@ from gyre.planner.memory import (
 from gyre.planner.plan import ModelNumbers, PlanInputs
 
 CPU = torch.device("cpu")
+SAVING = saving_on_cpu()
 
 
 def make_spec(**changes) -> ModelSpec:
@@ -126,17 +128,17 @@ def saved_bytes(spec: ModelSpec, lengths: list[int], dtype: torch.dtype) -> int:
 def test_activations_are_estimated_from_above_and_not_wildly(changes, lengths: list[int], dtype: str) -> None:
     spec = make_spec(**changes)
     real = saved_bytes(spec, lengths, getattr(torch, dtype))
-    guess = activation_bytes(numbers(spec), dtype, sum(lengths), longest=max(lengths), device="cpu")  # pyright: ignore
+    guess = activation_bytes(numbers(spec), dtype, sum(lengths), longest=max(lengths), saving=SAVING)  # pyright: ignore
     assert real <= guess <= 3 * real, (real, guess)
 
 
 def test_estimates_grow_with_what_they_depend_on() -> None:
     model = numbers(make_spec())
-    small = activation_bytes(model, "float32", 1024, longest=128, device="cpu")
-    assert activation_bytes(model, "float32", 2048, longest=128, device="cpu") > 1.5 * small
-    assert activation_bytes(model, "bfloat16", 1024, longest=128, device="cpu") < small
-    assert activation_bytes(model, "float32", 1024, longest=128, device="cuda") < small
-    assert forward_bytes(model, "float32", 1024, longest=128, device="cpu") < small
+    small = activation_bytes(model, "float32", 1024, longest=128, saving="torch_cpu")
+    assert activation_bytes(model, "float32", 2048, longest=128, saving="torch_cpu") > 1.5 * small
+    assert activation_bytes(model, "bfloat16", 1024, longest=128, saving="torch_cpu") < small
+    assert activation_bytes(model, "float32", 1024, longest=128, saving="triton") < small
+    assert forward_bytes(model, "float32", 1024, longest=128, saving="torch_cpu") < small
     assert engine_bytes(model, "float32", tokens=512, running=64, longest=128) < engine_bytes(
         model, "float32", tokens=512, running=128, longest=128
     )
@@ -144,7 +146,7 @@ def test_estimates_grow_with_what_they_depend_on() -> None:
 
 def test_working_memory_of_phases() -> None:
     spec = make_spec()
-    size = {"dtype": "float32", "device": "cpu", "tokens_per_chunk": 1024, "max_running": 32}
+    size = {"dtype": "float32", "saving": "torch_cpu", "tokens_per_chunk": 1024, "max_running": 32}
     online = working_bytes(make_inputs(spec), **size)
     assert online["handover"] == 0
     assert online["rollout"] == online["evaluate"] > 0

@@ -31,6 +31,9 @@ MODEL = ModelNumbers(
     head_dim=64,
     mlp_size=768,
     context_tokens=1024,
+    tied=True,
+    qkv_bias=False,
+    qk_norm=True,
 )
 LAPTOP = Hardware(
     device="cpu",
@@ -42,9 +45,16 @@ LAPTOP = Hardware(
     disk_free_bytes=20 << 30,
     cores=2,
     bf16=False,
+    saving="torch_cpu",
 )
 GPU = replace(
-    LAPTOP, device="cuda", device_name="a GPU", device_total_bytes=80 << 30, device_free_bytes=79 << 30, bf16=True
+    LAPTOP,
+    device="cuda",
+    device_name="a GPU",
+    device_total_bytes=80 << 30,
+    device_free_bytes=79 << 30,
+    bf16=True,
+    saving="triton",
 )
 
 
@@ -174,6 +184,30 @@ def test_kv_takes_what_is_left_and_the_plan_says_what_that_means() -> None:
     assert 12 <= plan.kv_pages < 256 * 12
     assert "what the device budget leaves" in plan.reasons["kv_pages"]
     assert any("preempted" in note for note in plan.notes)
+
+
+def test_the_host_pool_for_swapped_kv_counts_on_the_host_and_nowhere_else() -> None:
+    asked = ask(device_budget_bytes=260 * MIB, tokens_per_chunk=512)
+    without, plan = make_plan(asked, LAPTOP), make_plan(replace(asked, kv_host_bytes=100 * MIB), LAPTOP)
+    (pool,) = [component for component in plan.components if component.name == "engine.kv_host"]
+    assert 99 * MIB < pool.size_bytes <= 100 * MIB
+    assert plan.kv_pages == without.kv_pages
+    for phase, before in zip(plan.phases, without.phases, strict=True):
+        assert phase.host == {**before.host, "engine.kv_host": pool.size_bytes} and phase.device == before.device
+        assert phase.peak_host_bytes == before.peak_host_bytes + pool.size_bytes
+    assert re.search(r"engine\.kv_host +\S+ MiB \(host\)", explain(plan))
+    assert re.search(r"engine\.kv_host .* slots × \d+ bytes", explain(plan))
+    assert (
+        "engine.kv_host"
+        in make_plan(replace(asked, kv_host_bytes=MIB, leave={"engine": "destroy"}), LAPTOP).phases[0].host
+    )
+    with pytest.raises(MemoryBudgetError, match=r"no room for engine\.kv_host .* on host") as refusal:
+        make_plan(replace(asked, kv_host_bytes=100 * MIB, host_budget_bytes=90 * MIB), LAPTOP)
+    assert "memory.host_budget_bytes" in refusal.value.hint
+    with pytest.raises(ConfigError, match=r"engine\.kv_host_bytes = 10: one KV page"):
+        make_plan(ask(kv_host_bytes=10), LAPTOP)
+    offline = make_plan(ask(objective="dpo", online=False, completions_per_prompt=2, kv_host_bytes=10), LAPTOP)
+    assert "engine.kv_host" not in explain(offline)
 
 
 def test_chunks_shrink_before_the_plan_gives_up() -> None:

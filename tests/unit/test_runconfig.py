@@ -209,6 +209,28 @@ def test_later_overrides_win():
 
 
 @pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        ({"run": {"device": "cpu"}}, "run.device = 'cpu', need 'cuda' or 'auto'"),
+        ({"run": {"dtype": "float32"}}, "run.dtype = 'float32', need 'bfloat16' or 'auto'"),
+        ({"rollout": {"top_p": 0.9}}, "rollout.top_p = 0.9 truncates, need 1.0"),
+        ({"rollout": {"top_k": 50}}, "rollout.top_k = 50 truncates, need 0"),
+        ({"rollout": {"min_p": 0.1}}, "rollout.min_p = 0.1 truncates, need 0.0"),
+        ({"parallel": {"zero": 3}}, "parallel.zero = 3 of the actor keeps weights in shards, need 0 or 1"),
+        ({"parallel": {"reference": {"zero": 2}}}, "parallel.zero = 2 of the reference keeps weights in shards"),
+    ],
+)
+def test_batch_invariant_training_is_refused_where_the_config_rules_it_out(tables, words):
+    """The engine alone may be in the mode, and a trainer that learns from data does not care."""
+    mode = {"engine": {"batch_invariant": True}}
+    told = refusal(**mode, **tables)
+    assert told.startswith("engine.batch_invariant = true: ") and words in told and "leave it out to train" in told
+    parse_run_config({**MODEL, **mode, **tables, "objective": {"kind": "sft"}}, where="run.toml")
+    parse_run_config({**MODEL, **tables}, where="run.toml")
+    parse_run_config({**MODEL, **mode, "rollout": {"temperature": 0.7}}, where="run.toml")
+
+
+@pytest.mark.parametrize(
     "override",
     [
         "trainer.steps",

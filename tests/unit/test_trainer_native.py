@@ -135,7 +135,7 @@ def test_nothing_to_train_is_an_event_and_no_update(kind):
     report = trainer.step_now(TrainBatch(sequences=(), step=3))
     assert report.num_updates == 0 and report.version == 0 and report.num_tokens == 0
     assert all(math.isfinite(value) for value in report.metrics.values())
-    assert events[0] == ("trainer.nothing_to_train", {"step": 3, "sequences": 0})
+    assert ("trainer.nothing_to_train", {"step": 3, "sequences": 0}) in events
     assert_bits_equal(weights_of(trainer), before)
 
 
@@ -176,7 +176,7 @@ def test_a_step_cut_short_leaves_no_gradient_behind():
 def test_long_sequences_get_a_chunk_and_an_event():
     events: list = []
     assert make_trainer("sft", tokens_per_chunk=16, events=events).step_now(make_batch()).num_updates == 1
-    assert events[0][0] == "trainer.oversized_chunks"
+    assert "trainer.oversized_chunks" in [kind for kind, _ in events]
 
 
 def test_reference_refresh_and_moving_average():

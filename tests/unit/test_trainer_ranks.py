@@ -65,6 +65,15 @@ def test_any_split_into_chunks_gives_the_same_gradient(pair, layout, tokens_per_
     assert_close(found, expected, relative=1e-5)
 
 
+@pytest.mark.parametrize("layout", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_checkpointing_changes_no_gradient(pair, layout, mode):
+    """What a pass runs again needs its weights again, wherever they lie."""
+    expected, _ = gradients(None, "ppo", spec="odd")
+    found, _ = pair.run(gradients, "ppo", spec="odd", layout=layout, checkpointing=mode)[0]
+    assert_close(found, expected, relative=1e-5)
+
+
 @pytest.mark.parametrize("layout", ["zero0", "zero1", "zero2", "zero3"])
 def test_two_ranks_train_as_one_process(pair, layout):
     expected, state = train(None, "dpo", spec="odd")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from vram_cases import DISTINCT_BYTES, make_tensors
 
 from gyre.core.errors import InputError, MemoryBudgetError, SnapshotError
 from gyre.core.records import Usage
@@ -21,24 +22,6 @@ from gyre.vram.hostbuffer import HostBuffer
 from gyre.vram.pools import StoragePool
 
 CPU = torch.device("cpu")
-
-
-def make_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
-    """A Parameter, a bf16 tensor, two views of one storage, a non-contiguous one, an integer one, an empty one."""
-    generator = torch.Generator().manual_seed(seed)
-    fused = torch.randn(64, 32, generator=generator)
-    return {
-        "weight": torch.nn.Parameter(torch.randn(33, 7, generator=generator)),
-        "half": torch.randn(129, generator=generator).to(torch.bfloat16),
-        "fused": fused,
-        "rows": fused[16:32],
-        "turned": fused.t(),
-        "ids": torch.randint(0, 1000, (17,), generator=generator),
-        "empty": torch.empty(0),
-    }
-
-
-DISTINCT_BYTES = 33 * 7 * 4 + 129 * 2 + 64 * 32 * 4 + 17 * 8
 
 
 def make_pool(folder: Path | None, tensors: dict[str, torch.Tensor] | None = None, **options) -> StoragePool:

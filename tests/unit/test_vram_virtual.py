@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from trainer_cases import CPU, make_batch, make_decoder, make_trainer
 from virtual_driver import GRANULE, FakeLibrary, make_driver
+from vram_cases import DISTINCT_BYTES, make_tensors
 
 from gyre.core.errors import MemoryBudgetError
 from gyre.core.records import Request, Sampling, Tier
@@ -175,23 +176,6 @@ def test_slabs_hold_each_storage_once_and_apart(sizes: list[int], limit: int) ->
 
 
 # -- pools
-
-
-def make_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    fused = torch.randn(64, 32, generator=generator)
-    return {
-        "weight": torch.nn.Parameter(torch.randn(33, 7, generator=generator)),
-        "half": torch.randn(129, generator=generator).to(torch.bfloat16),
-        "fused": fused,
-        "rows": fused[16:32],
-        "turned": fused.t(),
-        "ids": torch.randint(0, 1000, (17,), generator=generator),
-        "empty": torch.empty(0),
-    }
-
-
-DISTINCT_BYTES = 33 * 7 * 4 + 129 * 2 + 64 * 32 * 4 + 17 * 8
 
 
 def make_pool(folder: Path | None, tensors: dict[str, torch.Tensor], driver: Driver, **options) -> StoragePool:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
 import pytest
+import torch
+import trainer_cases
 from test_data_examples import TOKENIZER
 from test_data_sources import Events, write_jsonl
 
 from gyre.core.errors import ConfigError
 from gyre.observe.events import is_counted
 from gyre.runconfig import RunConfig, parse_run_config
+from gyre.wire.make import Machine, check_invariant
 from gyre.wire.stages import load_stage_data, plan_stages
 
 ROWS = [{"prompt": f"p{i}", "response": f"r{i}", "chosen": f"good{i}", "rejected": f"bad{i}"} for i in range(40)]
@@ -68,3 +74,28 @@ def test_rows_that_are_left_out_are_counted(tmp_path):
     events = Events()
     load(config_for(tmp_path, "sft", 1), events)
     assert [kind for kind, _ in events] == ["data.loaded"], "nothing dropped, nothing counted"
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "changes", "words"),
+    [
+        ("cpu", torch.bfloat16, {}, "on a CPU engine and trainer run different kernels"),
+        ("cuda", torch.bfloat16, {"window_tokens": 64}, "sliding windows"),
+        ("cuda", torch.float32, {}, "dtype torch.float32"),
+        ("cuda", torch.bfloat16, {"head_dim": 48}, "head_dim 48"),
+    ],
+)
+def test_batch_invariant_training_is_refused_where_the_kernels_cannot_run(
+    tmp_path, monkeypatch, device, dtype, changes, words
+):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)  # as where Triton is installed
+    config = config_for(tmp_path, "grpo", 0, engine={"batch_invariant": True}, rewards={"parts": [{"kind": "answer"}]})
+    machine = Machine(device=torch.device(device), dtype=dtype, compute=ThreadPoolExecutor(1))
+    (stage,), spec = plan_stages(config, "all"), replace(trainer_cases.SPEC, **changes)
+    with pytest.raises(ConfigError, match=words) as caught:
+        check_invariant(config, stage, spec, machine, 64)
+    assert caught.value.message.startswith("engine.batch_invariant = true: ") and "leave it out" in caught.value.hint
+    able = replace(machine, device=torch.device("cuda"), dtype=torch.bfloat16)
+    check_invariant(config, stage, trainer_cases.SPEC, able, 64)
+    (offline,) = plan_stages(config_for(tmp_path, "sft", 0, engine={"batch_invariant": True}), "all")
+    check_invariant(config, offline, spec, machine, 64)

@@ -152,9 +152,6 @@ def gathered(group: Group | None, *, bucket_bytes: int, **settings: Any) -> tupl
         for entry in manifest.entries
     }
     source.gather_into(engine, bucket_bytes=bucket_bytes)
-    exported = dict(trainer.trained()[0].named_parameters())
-    if group and group.rank == 0:
-        assert all(torch.equal(exported[name].detach(), tensor.cpu()) for name, tensor in engine.items())
     return manifest, {name: tensor.float().cpu().numpy() for name, tensor in engine.items()}
 
 

@@ -20,7 +20,6 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-ConfigPath = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run's config; see configs/.")]
 Target = Annotated[Path, typer.Argument(metavar="RUN|MODEL", help="A run folder, or a model folder in hub layout.")]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key, as in --set trainer.steps=10.")
@@ -50,11 +49,28 @@ def train(
 
 
 @app.command()
-def plan(config: ConfigPath, set_: Overrides = None, json: AsJson = False) -> None:
-    """Print sizes, batch numbers and the memory plan of a config. Starts nothing."""
+def plan(
+    config: Annotated[Path | None, typer.Argument(metavar="RUN.toml", help="The run's config; see configs/.")] = None,
+    set_: Overrides = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="GPUs to plan for; with --gpu.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="Their kind, such as h200; they need not be here.")] = None,
+    host_bytes: Annotated[int | None, typer.Option(min=0, help="Memory of one host; left out: the usual one.")] = None,
+    shape: Annotated[str | None, typer.Option(help="A published shape, such as qwen3-8b, as the model.")] = None,
+    sequence_tokens: Annotated[int | None, typer.Option(min=1, help="Without RUN.toml: tokens per sequence.")] = None,
+    update_tokens: Annotated[int | None, typer.Option(min=1, help="Without RUN.toml: tokens per update.")] = None,
+    zero: Annotated[int | None, typer.Option(min=0, max=3, help="ZeRO stage; left out: the best.")] = None,
+    shard_ranks: Annotated[int | None, typer.Option(min=1, help="Ranks that split the states; left out: best.")] = None,
+    json: AsJson = False,
+) -> None:
+    """Print sizes, batch numbers and the memory plan of a config, here or on GPUs by name. Starts nothing."""
     from gyre.cli.plan import run_plan
 
-    answer(lambda: run_plan(config, set_ or [], quiet=json), as_json=json)
+    given = {
+        "gpus": gpus, "gpu": gpu, "host_bytes": host_bytes, "shape": shape, "sequence_tokens": sequence_tokens,
+        "update_tokens": update_tokens, "zero": zero, "shard_ranks": shard_ranks,
+    }  # fmt: skip
+    options = {name: value for name, value in given.items() if value is not None}
+    answer(lambda: run_plan(config, set_ or [], options=options, quiet=json), as_json=json)
 
 
 @app.command(name="eval")

@@ -20,6 +20,7 @@ Finish = Literal["stop", "length", "abort", "deadline", "refused", "interrupted"
 Tier = Literal["device", "host", "disk", "none"]
 Phase = Literal["idle", "rollout", "score", "train", "handover", "evaluate"]
 Which = Literal["policy", "reference", "critic", "reward"]
+Checkpointing = Literal["none", "selective", "full"]  # what a training pass keeps of each layer: least with "full"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

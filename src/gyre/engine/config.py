@@ -76,7 +76,8 @@ class EngineConfig(Section):
     )
     batch_invariant: bool = Field(
         default=False,
-        description="Same bits for a request whatever shares its batch, however cut, cached or preempted. On a GPU.",
+        description="Same bits for a request whatever shares its batch, however cut, cached or preempted. Refused "
+        "where torch would serve, and on a CPU where rollouts are trained on: the trainer must give the same bits.",
     )
     burst_steps: int = Field(
         default=16, ge=1, description="Steps run between two looks at the event loop when nothing came out or in."
@@ -84,6 +85,9 @@ class EngineConfig(Section):
     c_kernels: bool = Field(
         default=True,
         description="On a CPU, run steps through C kernels where a C compiler is there; false always takes torch.",
+    )
+    step_deadline_s: float = Field(
+        default=120.0, gt=0.0, description="Seconds that the host waits for a step on a GPU; then the engine fails."
     )
     drain_deadline_s: float = Field(
         default=600.0, gt=0.0, description="Seconds that a commit with policy drain waits for requests in flight."
@@ -124,12 +128,12 @@ def plan_rates(config: EngineConfig, *, page_bytes: int, flops_per_token: int, d
     )
 
 
-def plan_num_slots(config: EngineConfig, *, page_bytes: int) -> int:
-    """Return the number of page slots in host memory."""
-    slots = config.kv_host_bytes // page_bytes
-    if config.kv_host_bytes and not slots:
+def plan_num_slots(kv_host_bytes: int, *, page_bytes: int) -> int:
+    """Return the number of page slots in host memory; pure, so that the planner and the engine agree."""
+    slots = kv_host_bytes // page_bytes
+    if kv_host_bytes and not slots:
         raise ConfigError(
-            f"engine.kv_host_bytes = {config.kv_host_bytes}: one KV page has {page_bytes} bytes",
+            f"engine.kv_host_bytes = {kv_host_bytes}: one KV page has {page_bytes} bytes",
             hint="give room for the pages of a few sequences, or 0 for no host pool",
         )
     return slots

@@ -49,7 +49,8 @@ class Chosen:
 
 
 class CpuStep:
-    """Scratch, rotary tables and argument records, kept from step to step."""
+    """Scratch, rotary tables and argument records, kept from step to step. Scratch and logits are no component of the
+    ledger: they are part of what the planner calls working memory of a rollout, and lie well within it."""
 
     def __init__(self, decoder: Decoder, pool: KvPool) -> None:
         library = load_decoder(decoder.dtype)

@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 
 from gyre.engine.attention import KvPool
-from gyre.engine.gpu_layout import INVARIANT_PIECE, cut_pieces, cut_tiles, most_pieces
+from gyre.engine.gpu_layout import cut_tiles, most_pieces
 from gyre.engine.scheduler import Chunk
 from gyre.kernels.gpu.decode_attention import PROGRAMS_PER_SM, DecodeScratch, DecodeWork, decode_attention
 from gyre.kernels.gpu.flash4 import HEAD_DIMS, Flash4, find_flash4
 from gyre.kernels.gpu.flash4 import PAGE_TOKENS as FLASH4_PAGE
 from gyre.kernels.gpu.prefill_attention import TILE_QUERIES, PrefillWork, describe_pages, prefill_attention
+from gyre.kernels.gpu.slabs import SLAB_ITEMS, cut_slabs, send
 from gyre.models.fused import Attend
 
 PROBE_TOKENS = 4096
-SLAB_ITEMS = 16_384  # pieces that one call of the split kernel leaves in its scratch, at most, for prompt tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +66,9 @@ class GpuAttention:
         device = pool.tensor.device
         self._programs = PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
         num_kv, head_dim = pool.num_kv_heads, pool.tensor.shape[-1]
-        items = max_running + most_pieces(pool.num_pages * pool.page_tokens, num_kv, invariant=invariant)
-        self.max_items = items
-        self._slab_tokens = max(1, SLAB_ITEMS // -(-context_tokens // INVARIANT_PIECE))
+        self.pool_tokens, self._context_tokens = pool.num_pages * pool.page_tokens, context_tokens
+        bound_tokens = max_running * context_tokens if invariant else self.pool_tokens
+        items = self.max_items = max_running + most_pieces(bound_tokens, num_kv, invariant=invariant)
         self._scratch = DecodeScratch.make(max(items, SLAB_ITEMS) if invariant else items, num_heads, head_dim, device)
         self._flash4: Flash4 | None = None
         self.refresh()
@@ -155,22 +155,14 @@ class GpuAttention:
 
     def _slabs(self, num_decode: int, chunks: ChunkArrays) -> Attend:
         row_T, position_T = chunks.rows_and_positions()
-        slabs: list[tuple[slice, DecodeWork]] = []
-        for begin in range(0, len(row_T), self._slab_tokens):
-            span = slice(begin, min(begin + self._slab_tokens, len(row_T)))
-            first_S, item_I = cut_pieces(position_T[span] + 1, INVARIANT_PIECE)
-            size_2 = np.array([len(item_I), INVARIANT_PIECE])
-            sent = self._send(row_T[span], position_T[span], first_S, item_I, size_2)
-            work = DecodeWork(row_B=sent[0], position_B=sent[1], first_B=sent[2], item_I=sent[3], size_2=sent[4])
-            slabs.append((slice(num_decode + span.start, num_decode + span.stop), work))
+        slabs = cut_slabs(row_T, position_T, longest_tokens=self._context_tokens, device=self._table_RP.device)
 
         def attend(layer: int, q_THD: Tensor, out_THD: Tensor) -> None:
-            for span, work in slabs:
-                self.decode(layer, q_THD[span], out_THD[span], work)
+            for slab in slabs:
+                span = slice(num_decode + slab.span.start, num_decode + slab.span.stop)
+                self.decode(layer, q_THD[span], out_THD[span], slab.work)
 
         return attend
 
     def _send(self, *arrays: np.ndarray) -> list[Tensor]:
-        """Return the arrays on the device as int32, sent in one copy."""
-        flat = torch.from_numpy(np.concatenate(arrays).astype(np.int32)).pin_memory()
-        return list(flat.to(self._table_RP.device, non_blocking=True).split([len(array) for array in arrays]))
+        return send(self._table_RP.device, *arrays)

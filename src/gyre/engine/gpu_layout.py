@@ -2,45 +2,38 @@
 gpu_runner.
 """
 
-# B decoding rows, C chunks, I items of a work list
+# C chunks, I items of a work list
 
 from __future__ import annotations
 
 import numpy as np
 
-from gyre.kernels.gpu.items import ITEM_BITS
+from gyre.kernels.gpu.items import INVARIANT_PIECE, ITEM_BITS
 
-INVARIANT_PIECE = 512  # a multiple of every page size
 SMALLEST_PIECE, LARGEST_PIECE = 128, 1024
 MIN_WORK = 400  # (piece, kv head) pairs that keep an H200 busy; measured
 
 
-def plan_piece(num_tokens: int, num_kv_heads: int, page_tokens: int) -> int:
+def plan_piece(num_tokens: int, num_kv_heads: int, page_tokens: int, *, pool_tokens: int) -> int:
     """Return how many keys a piece has, so that there is work for every program without a second pass for short
-    sequences. Powers of two from 128 to 1,024, page_tokens at least."""
+    sequences. Powers of two from 128 to 1,024, page_tokens at least; more where sequences share so many pages that
+    together they are longer than the pool, and 1,024 would leave more pieces than the scratch holds."""
     wanted, piece = num_tokens * num_kv_heads // MIN_WORK, LARGEST_PIECE
     while piece > max(wanted, SMALLEST_PIECE):
         piece //= 2
-    return max(piece, page_tokens)
+    piece = max(piece, page_tokens)
+    most = most_pieces(pool_tokens, num_kv_heads, invariant=False)
+    while num_tokens // piece > most:
+        piece *= 2
+    return piece
 
 
 def most_pieces(num_tokens: int, num_kv_heads: int, *, invariant: bool) -> int:
-    """Return a bound of the whole pieces of any step, by `plan_piece`; each sequence may add one begun."""
+    """Return a bound of the whole pieces of any step; each sequence may add one begun. `num_tokens` is the size of the
+    pool, by which `plan_piece` goes; in invariant mode, where pieces have one size, all rows at full length."""
     if invariant:
         return num_tokens // INVARIANT_PIECE
     return num_tokens // LARGEST_PIECE + 2 * MIN_WORK // num_kv_heads + 1
-
-
-def cut_pieces(length_B: np.ndarray, piece_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cut each sequence's keys into pieces of a fixed size. Returns first_B, where a sequence's pieces lie in the
-    scratch, and item_I, the longest pieces first, so that programs which take items in turn finish together."""
-    pieces_B = -(-length_B // piece_tokens)
-    first_B = np.cumsum(pieces_B) - pieces_B
-    place_I = np.repeat(np.arange(len(length_B)), pieces_B)
-    piece_I = np.arange(len(place_I)) - first_B[place_I]
-    tokens_I = np.minimum(length_B[place_I] - piece_I * piece_tokens, piece_tokens)
-    order_I = np.argsort(-tokens_I, kind="stable")
-    return first_B, (place_I << ITEM_BITS | piece_I)[order_I]
 
 
 def cut_tiles(start_C: np.ndarray, count_C: np.ndarray, tile_queries: int) -> np.ndarray:

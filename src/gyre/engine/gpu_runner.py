@@ -16,18 +16,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gyre.engine.arrival import Arrival
 from gyre.engine.attention import KvPool, to_device
 from gyre.engine.draws import uniforms
 from gyre.engine.gpu_attention import ChunkArrays, GpuAttention
-from gyre.engine.gpu_layout import INVARIANT_PIECE, cut_pieces, plan_graph_batches, plan_piece
+from gyre.engine.gpu_layout import plan_graph_batches, plan_piece
 from gyre.engine.gpu_state import DeviceRows, Staging
 from gyre.engine.rows import Rows
 from gyre.engine.rulebook import RuleBook
 from gyre.engine.runner import Flight, TorchFlight
 from gyre.engine.scheduler import Step
-from gyre.engine.scoring import Scores, score_prompts
+from gyre.engine.scoring import Scores, find_targets, score
 from gyre.engine.settle import Sampled
 from gyre.kernels.gpu.decode_attention import DecodeWork
+from gyre.kernels.gpu.items import INVARIANT_PIECE, cut_pieces
 from gyre.kernels.gpu.pointwise import enter_pages
 from gyre.kernels.gpu.sample import SampleScratch, sample
 from gyre.models.decoder import Decoder
@@ -37,13 +39,13 @@ OUT_SLOTS = 4  # results that may be on their way at once
 
 
 class GpuFlight:
-    """A launched step whose tokens are copied to `host_3B` (int32 bits) when `done` has happened."""
+    """A launched step whose tokens are copied to `host_3B` (int32 bits) by its arrival."""
 
-    def __init__(self, host_3B: Tensor, count: int, done: torch.cuda.Event) -> None:
-        self._host_3B, self._count, self._done = host_3B, count, done
+    def __init__(self, host_3B: Tensor, count: int, arrival: Arrival) -> None:
+        self._host_3B, self._count, self._arrival = host_3B, count, arrival
 
     def fetch(self) -> Sampled:
-        self._done.synchronize()
+        self._arrival.wait()
         result = self._host_3B[:, : self._count].numpy()
         return Sampled(
             tokens=result[0].copy(),
@@ -65,9 +67,11 @@ class GpuRunner:
         token_budget: int,
         rows_at_once: int,
         invariant: bool,
+        deadline_s: float,
         emit: Callable[..., None],
     ) -> None:
         self.decoder, self.pool, self.emit = decoder, pool, emit
+        self._deadline_s = deadline_s  # of a step
         self.device = decoder.device
         spec = decoder.spec
         self._rows = DeviceRows(
@@ -93,9 +97,9 @@ class GpuRunner:
             "first": ("int32", max_running),
             "size": ("int32", 2),
         }
-        self._staging = Staging({**choosing, "tail": ("int32", items + entries)}, self.device)
+        self._staging = Staging({**choosing, "tail": ("int32", items + entries)}, self.device, deadline_s=deadline_s)
         tokens = dict.fromkeys(("token_t", "position_t", "row_t"), ("int32", token_budget))
-        self._mixed = Staging({**tokens, "source": ("int32", max_running)}, self.device)
+        self._mixed = Staging({**tokens, "source": ("int32", max_running)}, self.device, deadline_s=deadline_s)
         self._sampling = SampleScratch.make(max_running, spec.vocab_size, self.device)
         self._out_3B = torch.zeros(3, max_running, dtype=torch.int32, device=self.device)
         self._out_host = [torch.zeros(3, max_running, dtype=torch.int32, pin_memory=True) for _ in range(OUT_SLOTS)]
@@ -129,9 +133,12 @@ class GpuRunner:
             self.pool.copy_pages(step.copies)
         if logits_NV is not None and (scores is not None or not plain):
             return self._choose_by_rules(rows, step, logits_NV, scores, ruled_N)
+        arrival = Arrival(step, self._deadline_s)
         if logits_NV is not None:
             self._sample(logits_NV, len(row_N))
-        return TorchFlight(None, None, scores) if len(row_N) == 0 else self._bring_out(len(row_N))
+        if len(row_N) == 0:
+            return TorchFlight(None, None, scores, arrival)
+        return self._bring_out(len(row_N), arrival)
 
     def _choose_by_rules(
         self, rows: Rows, step: Step, logits_NV: Tensor, scores: Scores | None, ruled_N: np.ndarray
@@ -151,7 +158,7 @@ class GpuRunner:
             logprobs_N=torch.where(asks_N, choice.logprobs_N.double(), logprobs_2N[0].double()),
             raw_logprobs_N=torch.where(asks_N, choice.raw_logprobs_N.float(), logprobs_2N[1]),
         )
-        return TorchFlight(merged, rules, scores)
+        return TorchFlight(merged, rules, scores, Arrival(step, self._deadline_s))
 
     def _restore(self, rows: Rows, step: Step) -> None:
         """Rows that start decoding with a token that the device has not chosen: it comes from the host."""
@@ -180,7 +187,8 @@ class GpuRunner:
         self._stage_choosing(views, rows, step, size)
         piece = INVARIANT_PIECE
         if not self._attention.invariant:
-            piece = plan_piece(int(position_B.sum()) + count, self.pool.num_kv_heads, self.pool.page_tokens)
+            num_tokens, pool_tokens = int(position_B.sum()) + count, self._attention.pool_tokens
+            piece = plan_piece(num_tokens, self.pool.num_kv_heads, self.pool.page_tokens, pool_tokens=pool_tokens)
         first_B, item_I = cut_pieces(position_B + 1, piece)
         views["first"][:count], views["size"][:] = first_B, (len(item_I), piece)
         touched = np.concatenate([row_B, np.asarray([chunk.row for chunk in step.chunks], dtype=np.int64)])
@@ -215,11 +223,14 @@ class GpuRunner:
         if num_decode:
             torch.index_select(self._rows.last_R, 0, row_T[:num_decode], out=token_T[:num_decode])
         attend = self._attention.mixed(self._decode_work(num_decode), num_decode, chunks)
-        x_TE = self._forward.residual(token_T, position_T, row_T, attend)
-        scores = score_prompts(rows, step, chunks.first_C, x_TE, self._forward.logits, rows_at_once=self._rows_at_once)
-        if num_rows == 0:
-            return None, scores
-        return self._forward.logits(x_TE.index_select(0, device["source"][:num_rows])), scores
+        source_N, targets = device["source"][:num_rows], find_targets(rows, step, chunks.first_C)
+        if targets is not None:
+            source_N = torch.cat([source_N, to_device(targets.place_Q, self.device).int()])
+        x_NE = self._forward.residual(token_T, position_T, row_T, attend, source_N)
+        scores = None
+        if targets is not None:
+            scores = score(targets, x_NE[num_rows:], self._forward.logits, rows_at_once=self._rows_at_once)
+        return self._forward.logits(x_NE[:num_rows]) if num_rows else None, scores
 
     def _stage_mixed(self, rows: Rows, step: Step, chunks: ChunkArrays) -> int:
         """Write and send the tokens. Returns how many there are."""
@@ -274,12 +285,12 @@ class GpuRunner:
             self._out_3B[1:].view(torch.float32),
         )
 
-    def _bring_out(self, count: int) -> Flight:
+    def _bring_out(self, count: int, arrival: Arrival) -> Flight:
         self._turn = (self._turn + 1) % OUT_SLOTS
-        host_3B, done = self._out_host[self._turn], torch.cuda.Event()
+        host_3B = self._out_host[self._turn]
         host_3B.copy_(self._out_3B, non_blocking=True)
-        done.record()
-        return GpuFlight(host_3B, count, done)
+        arrival.mark()
+        return GpuFlight(host_3B, count, arrival)
 
     # -- graphs
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gyre.engine.arrival import wait_for
 from gyre.engine.rows import Rows
 
 ALIGN_BYTES = 16
@@ -24,7 +25,9 @@ TORCH_OF = {"int32": torch.int32, "float32": torch.float32, "float64": torch.flo
 class Staging:
     """Named arrays in one device buffer, with pinned mirrors. The last array may be sent in part."""
 
-    def __init__(self, sections: Mapping[str, tuple[str, int]], device: torch.device, *, mirrors: int = 3) -> None:
+    def __init__(
+        self, sections: Mapping[str, tuple[str, int]], device: torch.device, *, deadline_s: float, mirrors: int = 3
+    ) -> None:
         offset, spans = 0, {}
         for name, (dtype, length) in sections.items():
             size_bytes = np.dtype(dtype).itemsize * length
@@ -42,12 +45,12 @@ class Staging:
             for mirror in self._mirrors
         ]
         self._sent = [torch.cuda.Event() for _ in range(mirrors)]
-        self._turn = 0
+        self._turn, self._deadline_s = 0, deadline_s
 
     def begin(self) -> dict[str, np.ndarray]:
-        """Return a mirror to write."""
+        """Return a mirror to write, once the copy that last read it is done."""
         self._turn = (self._turn + 1) % len(self._mirrors)
-        self._sent[self._turn].synchronize()
+        wait_for(self._sent[self._turn], lambda: "the copy of an earlier step's numbers", self._deadline_s)
         return self._views[self._turn]
 
     def send(self, last_count: int) -> None:

@@ -50,7 +50,7 @@ class EngineMemory:
             context_tokens=spec.context_tokens,
             free_bytes=free_device_bytes(device),
         )
-        self.num_slots = plan_num_slots(config, page_bytes=self.page_bytes)
+        self.num_slots = plan_num_slots(config.kv_host_bytes, page_bytes=self.page_bytes)
         self.host: HostKv | None = None
         self._kv_bytes = self.page_bytes * (self.num_pages + 1)
         self._pool: KvPool | None = None

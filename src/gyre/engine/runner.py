@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gyre.engine.arrival import Arrival
 from gyre.engine.attention import KvPool, make_attend, to_device
 from gyre.engine.draws import uniforms
 from gyre.engine.layout import StepLayout, lay_out
@@ -31,7 +32,7 @@ class Flight(Protocol):
     most once each; one that nobody needs any more is dropped unfetched."""
 
     def fetch(self) -> Sampled:
-        """Block until the results are on the host."""
+        """Block until the results are on the host; DeadlineError when the device takes too long."""
         ...
 
 
@@ -51,14 +52,15 @@ class StepRunner(Protocol):
 
 
 class TorchFlight:
-    """Results on their way to pinned host memory; on a CPU they are there already."""
+    """Results on their way to pinned host memory; on a CPU they are there already, and need no arrival."""
 
-    def __init__(self, choice: Choice | None, rules: Rules | None, scores: Scores | None) -> None:
-        self._choice, self._rules, self._scores = choice, rules, scores
+    def __init__(
+        self, choice: Choice | None, rules: Rules | None, scores: Scores | None, arrival: Arrival | None = None
+    ) -> None:
+        self._choice, self._rules, self._scores, self._arrival = choice, rules, scores, arrival
         self._packed_3N: Tensor | None = None
         self._told_A2K: Tensor | None = None
         self._scored: Tensor | None = None
-        self._arrived: torch.cuda.Event | None = None
         if choice is not None:
             packed = torch.stack([choice.tokens_N.double(), choice.logprobs_N.double(), choice.raw_logprobs_N.double()])
             self._packed_3N = self._send(packed)
@@ -69,17 +71,17 @@ class TorchFlight:
             self._scored = self._send(scores.numbers)
 
     def _send(self, numbers: Tensor) -> Tensor:
-        """Start the transfer, which lands in pinned memory; the event is that of the last one sent."""
+        """Start the transfer, which lands in pinned memory; the last one sent marks the arrival."""
         there = numbers.to("cpu", non_blocking=True)
         if numbers.is_cuda:
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
+            assert self._arrival is not None
+            self._arrival.mark()
         return there
 
     def fetch(self) -> Sampled:
         """One wait, and two transfers more when there are truncation sets."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
+        if self._arrival is not None:
+            self._arrival.wait()
         pieces = ()
         if self._scores is not None and self._scored is not None:
             pieces = pieces_of(self._scores, self._scored.numpy())
@@ -91,10 +93,20 @@ class TorchFlight:
             tokens=tokens.astype(np.int32),
             logprobs=logprobs.astype(np.float32),
             raw_logprobs=raw.astype(np.float32),
-            supports=_fetch_supports(self._choice, self._rules),
+            supports=self._fetch_supports(self._choice, self._rules),
             told={} if self._told_A2K is None else _split_told(self._told_A2K.numpy(), self._rules),
             pieces=pieces,
         )
+
+    def _fetch_supports(self, choice: Choice, rules: Rules) -> dict[int, np.ndarray]:
+        if choice.kept_MV is None:
+            return {}
+        if self._arrival is not None:  # the transfers wait for what was launched since
+            self._arrival.mark()
+            self._arrival.wait()
+        counts = choice.kept_MV.sum(dim=-1).cpu().numpy()
+        ids = choice.kept_MV.nonzero()[:, 1].to(torch.int32).cpu().numpy()
+        return dict(zip(rules.truncated_places, np.split(ids, np.cumsum(counts)[:-1]), strict=True))
 
 
 class Runner:
@@ -109,8 +121,10 @@ class Runner:
         device: torch.device,
         dtype: torch.dtype,
         rows_at_once: int = 64,
+        deadline_s: float,
     ) -> None:
         self.decoder, self.pool, self.device, self.dtype = decoder, pool, device, dtype
+        self._deadline_s = deadline_s  # of a step
         self._rows_at_once = rows_at_once  # of logits, where prompts, alternatives or penalties need more than one
         self.last_token_R = torch.zeros(max_running, dtype=torch.int64, device=device)
         self._rules = RuleBook(decoder.spec.vocab_size, device, rows_at_once=rows_at_once)
@@ -119,6 +133,7 @@ class Runner:
     def launch(self, rows: Rows, step: Step) -> TorchFlight:
         """Forward pass, choice of one token for each sampling row, page copies."""
         spec = self.decoder.spec
+        arrival = Arrival(step, self._deadline_s) if self.device.type == "cuda" else None
         layout = lay_out(rows, step, num_kv_heads=spec.num_kv_heads)
         attend = make_attend(
             self.pool,
@@ -142,14 +157,14 @@ class Runner:
             rows_at_once=self._rows_at_once,
         )
         if len(step.sample_rows) == 0:
-            return TorchFlight(None, None, scores)
+            return TorchFlight(None, None, scores, arrival)
         if layout.source_N is not None:
             hidden_TE = hidden_TE.index_select(0, to_device(layout.source_N, self.device))
         position_N = step.sample_positions - rows.prompt_R[step.sample_rows]
         uniform_N = to_device(uniforms(rows.key_R[step.sample_rows], position_N), self.device)
         choice, rules = self._rules.choose(self.decoder.logits(hidden_TE).float(), rows, step, uniform_N)
         self.last_token_R.index_copy_(0, to_device(step.sample_rows, self.device), choice.tokens_N)
-        return TorchFlight(choice, rules, scores)
+        return TorchFlight(choice, rules, scores, arrival)
 
     def _input_tokens(self, rows: Rows, step: Step, layout: StepLayout) -> Tensor:
         """Known tokens from the host; decoding rows' from the last choice, which only the device may know yet."""
@@ -173,11 +188,3 @@ def _split_told(told_A2K: np.ndarray, rules: Rules) -> dict[int, tuple[np.ndarra
     ids_AK, logprobs_AK = np.split(told_A2K, 2, axis=1)
     pairs = zip(ids_AK.astype(np.int32), logprobs_AK.astype(np.float32), strict=True)
     return dict(zip(rules.told_places, pairs, strict=True))
-
-
-def _fetch_supports(choice: Choice, rules: Rules) -> dict[int, np.ndarray]:
-    if choice.kept_MV is None:
-        return {}
-    counts = choice.kept_MV.sum(dim=-1).cpu().numpy()
-    ids = choice.kept_MV.nonzero()[:, 1].to(torch.int32).cpu().numpy()
-    return dict(zip(rules.truncated_places, np.split(ids, np.cumsum(counts)[:-1]), strict=True))

@@ -1,4 +1,5 @@
-"""Which runner serves a model on a device, and why. In: decoder, KV pool, config. Out: a StepRunner. Caller: native."""
+"""Which runner serves a model on a device, and why. In: decoder, KV pool, config. Out: a StepRunner. Callers: native;
+wire, which asks whether the trainer can run the same kernels."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from gyre.engine.cpu_runner import CpuRunner
 from gyre.engine.cpu_step import why_not_c
 from gyre.engine.runner import Runner, StepRunner
 from gyre.models.decoder import Decoder
+from gyre.models.spec import ModelSpec
 
 FUSED_DTYPES = (torch.bfloat16, torch.float16)
 FUSED_HEAD_DIMS = (16, 32, 64, 128)
@@ -23,7 +25,9 @@ def choose_runner(decoder: Decoder, pool: KvPool, config: EngineConfig, *, emit:
     """Return the fused runner on a CUDA device, the one of the C kernels on a CPU, and where these cannot serve, the
     one in plain torch; say which."""
     on_gpu = decoder.device.type == "cuda"
-    reason = why_not_fused(decoder, pool) if on_gpu else why_not_kernels(decoder, config)
+    reason = (
+        why_not_fused(decoder.spec, decoder.dtype, pool.page_tokens) if on_gpu else why_not_kernels(decoder, config)
+    )
     if config.batch_invariant and reason is not None:
         raise InputError(
             f"engine.batch_invariant needs the engine's own kernels, which cannot run here: {reason}",
@@ -38,6 +42,7 @@ def choose_runner(decoder: Decoder, pool: KvPool, config: EngineConfig, *, emit:
             device=decoder.device,
             dtype=decoder.dtype,
             rows_at_once=config.rows_at_once,
+            deadline_s=config.step_deadline_s,
         )
     if not on_gpu:
         return CpuRunner(decoder, pool, rows_at_once=config.rows_at_once)
@@ -50,6 +55,7 @@ def choose_runner(decoder: Decoder, pool: KvPool, config: EngineConfig, *, emit:
         token_budget=config.token_budget,
         rows_at_once=config.rows_at_once,
         invariant=config.batch_invariant,
+        deadline_s=config.step_deadline_s,
         emit=emit,
     )
     emit("engine.graphs_captured", graphs=runner.capture_all(), batch_invariant=config.batch_invariant)
@@ -67,17 +73,16 @@ def why_not_kernels(decoder: Decoder, config: EngineConfig) -> str | None:
     return why_not_c(decoder)
 
 
-def why_not_fused(decoder: Decoder, pool: KvPool) -> str | None:
-    """Return why the fused kernels cannot serve this model, or None."""
-    head_dim, page_tokens = decoder.spec.head_dim, pool.page_tokens
-    if decoder.spec.window_tokens is not None:
+def why_not_fused(spec: ModelSpec, dtype: torch.dtype, page_tokens: int) -> str | None:
+    """Return why the fused kernels cannot serve this model on a CUDA device, or None."""
+    if spec.window_tokens is not None:
         return "sliding windows: the fused kernels look at everything"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
-    if decoder.dtype not in FUSED_DTYPES:
-        return f"dtype {decoder.dtype}: the fused kernels take bfloat16 and float16"
-    if head_dim not in FUSED_HEAD_DIMS:
-        return f"head_dim {head_dim}: the fused kernels take {', '.join(map(str, FUSED_HEAD_DIMS))}"
+    if dtype not in FUSED_DTYPES:
+        return f"dtype {dtype}: the fused kernels take bfloat16 and float16"
+    if spec.head_dim not in FUSED_HEAD_DIMS:
+        return f"head_dim {spec.head_dim}: the fused kernels take {', '.join(map(str, FUSED_HEAD_DIMS))}"
     if page_tokens < 16 or page_tokens & (page_tokens - 1):
         return f"page_tokens {page_tokens}: the fused kernels take powers of two from 16"
     return None

@@ -3,7 +3,7 @@ Out: attended values. Callers: trainer (training and evaluation passes), models.
 
 CPU: C kernels attend where the tokens lie. Without them the scores of a padded bucket are plain batched products and
 one softmax, by blocks of queries so that they stay small; in bfloat16 that is several times faster than torch's fused
-CPU kernel, forward and backward. CUDA: torch's variable-length flash kernel. Padding follows its sequence, so causality
+CPU kernel, forward and backward. CUDA: the kernels of flash.py. Padding follows its sequence, so causality
 keeps real tokens from seeing it.
 """
 
@@ -12,7 +12,6 @@ keeps real tokens from seeing it.
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -21,8 +20,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gyre.kernels.cpu.chunks import kernels_for
-from gyre.kernels.heads import WHOLE_HEAD
+from gyre.kernels.choose import WHOLE_HEAD
+from gyre.kernels.cpu.chunks import chunks_for
+from gyre.kernels.flash import flash_attention
 from gyre.kernels.layout import KEEP_TOKENS, QUERY_BLOCK, PackedLayout
 
 __all__ = ["PackedLayout", "varlen_attention"]
@@ -39,25 +39,9 @@ def varlen_attention(
     if q_THD.is_cuda and q_THD.dtype in (torch.bfloat16, torch.float16):
         return flash_attention(q_THD, k_TKD, v_TKD, layout, window)
     sees_all = window is None or window >= max(layout.lengths)
-    if sees_all and kernels_for(q_THD, q_THD.shape[2], unit=WHOLE_HEAD) and q_THD.dtype == k_TKD.dtype == v_TKD.dtype:
+    if sees_all and chunks_for(q_THD, q_THD.shape[2], unit=WHOLE_HEAD) and q_THD.dtype == k_TKD.dtype == v_TKD.dtype:
         return PackedAttention.apply(q_THD, k_TKD, v_TKD, layout)
     return BucketedAttention.apply(q_THD, k_TKD, v_TKD, layout, window)
-
-
-def flash_attention(
-    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: PackedLayout, window: int | None = None
-) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn  # deferred: of no use without CUDA
-
-    longest, group = max(layout.lengths), q_THD.shape[1] // k_TKD.shape[1]
-    options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
-        options["enable_gqa"] = group > 1
-    elif group > 1:  # torch before 2.13 wants as many key heads as query heads
-        k_TKD, v_TKD = (x.repeat_interleave(group, dim=1) for x in (k_TKD, v_TKD))
-    out_THD = varlen_attn(q_THD, k_TKD, v_TKD, layout.offsets, layout.offsets, longest, longest, **options)
-    assert isinstance(out_THD, Tensor)
-    return out_THD
 
 
 class PackedAttention(torch.autograd.Function):
@@ -65,7 +49,7 @@ class PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: PackedLayout) -> Tensor:
-        kernels = kernels_for(q_THD)
+        kernels = chunks_for(q_THD)
         assert kernels is not None
         q_THD, k_TKD = q_THD.contiguous(), k_TKD.contiguous()
         if v_TKD.stride()[1:] != (v_TKD.shape[2], 1):
@@ -78,7 +62,7 @@ class PackedAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        kernels = kernels_for(grads[0])
+        kernels = chunks_for(grads[0])
         assert kernels is not None
         q_THD, k_TKD, v_TKD, out_THD, log_total_TH = ctx.saved_tensors
         offsets, longest = ctx.layout.offsets, max(ctx.layout.lengths)

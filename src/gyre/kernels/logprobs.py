@@ -1,28 +1,33 @@
 """Log-probs of given tokens. In: hidden rows, head weight, targets, temperatures, optional truncation support.
-Out: logprobs_N (differentiable, hand-written backward) and entropy_N (not). Caller: trainer.
+Out: logprobs_N (differentiable, hand-written backward) and entropy_N (not). Callers: trainer.passes, trainer.recompute.
 
 The vocabulary is taken in blocks, so that logits never exist whole when it is large: a block's gradient of the head is
 then complete at once, and only that of the hidden rows is summed over blocks. The softmax is float32 (float64 for
-float64 rows) whatever the weights are.
+float64 rows) whatever the weights are. With Triton kernels logits stay as the product made them, are read once for all
+that the forward pass wants, and become their own gradient in place.
 """
 
 # N rows, E hidden size, V vocabulary, W tokens of a vocabulary block, Z entries of the support
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gyre.kernels.cpu.chunks import kernels_for
+from gyre.kernels.choose import kernels_for
+from gyre.kernels.cpu.chunks import ChunkKernels
 
 BLOCK_LOGITS = 2**24  # logits alive at a time
+FUSED_BLOCK_LOGITS = 2**27  # likewise with Triton kernels, which make no copies: 256 MiB
 FEWEST_COLUMNS = 1024  # of a vocabulary block: below it products are too thin to be fast
 FORBIDDEN = -1e30  # logit outside the support: far below any other, and 0 · FORBIDDEN is 0, unlike with -inf
 
 Support = tuple[Tensor, Tensor]
+Forward = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]  # hidden_NE, targets_N → logprobs, total, entropy
 
 
 def token_logprobs(
@@ -33,21 +38,43 @@ def token_logprobs(
     support: Support | None = None,
     *,
     chunk: int = 0,
+    keep_logits: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return (logprobs_N, entropy_N) of the distribution after temperature and truncation.
 
     temperature_N is above 0. `support` is (offsets int64 [N + 1], ids int64 [Z]): row n may only choose
     ids[offsets[n]:offsets[n + 1]], among which its target must be. `chunk` is the columns of a vocabulary block; 0
-    chooses by the number of rows.
+    chooses by the number of rows. `keep_logits` lets Triton's path keep them all for the backward pass, which else
+    makes each block again.
     """
+    fused = hidden_NE.is_cuda and support is None and kernels_for(hidden_NE) is not None
     vocab_size = len(head_weight_VE)
-    columns = chunk or max(FEWEST_COLUMNS, BLOCK_LOGITS // max(1, len(hidden_NE)))
-    blocks = tuple((start, min(start + columns, vocab_size)) for start in range(0, vocab_size, columns))
+    if fused:
+        columns = vocab_size if keep_logits and not chunk else chunk
+        blocks = cut_vocabulary(vocab_size, len(hidden_NE), columns, limit=FUSED_BLOCK_LOGITS)
+        return FusedLogprobs.apply(hidden_NE, head_weight_VE, targets_N.long(), temperature_N.float(), blocks)
+    blocks = cut_vocabulary(vocab_size, len(hidden_NE), chunk)
     rows_Z = ids_Z = None
     if support is not None:
         offsets, ids_Z = support
         rows_Z = torch.repeat_interleave(torch.arange(len(hidden_NE), device=ids_Z.device), offsets.diff())
     return TokenLogprobs.apply(hidden_NE, head_weight_VE, targets_N.long(), temperature_N, rows_Z, ids_Z, blocks)
+
+
+def logprobs_by(
+    forward: Forward, hidden_NE: Tensor, head_weight_VE: Tensor, targets_N: Tensor, temperature_N: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return (logprobs_N, entropy_N) as `forward` computes them; the gradient is that of `token_logprobs`."""
+    return GivenLogprobs.apply(forward, hidden_NE, head_weight_VE, targets_N.long(), temperature_N)
+
+
+def cut_vocabulary(
+    vocab_size: int, num_rows: int, columns: int = 0, *, limit: int = BLOCK_LOGITS
+) -> tuple[tuple[int, int], ...]:
+    """Return (start, stop) of vocabulary blocks; where not given their columns follow from the number of rows, so that
+    `limit` logits exist at a time."""
+    columns = columns or max(FEWEST_COLUMNS, limit // max(1, num_rows))
+    return tuple((start, min(start + columns, vocab_size)) for start in range(0, vocab_size, columns))
 
 
 class TokenLogprobs(torch.autograd.Function):
@@ -62,7 +89,8 @@ class TokenLogprobs(torch.autograd.Function):
         ids_Z: Tensor | None,
         blocks: tuple[tuple[int, int], ...],
     ) -> tuple[Tensor, Tensor]:
-        if rows_Z is None and len(blocks) == 1 and (kernels := kernels_for(hidden_NE, len(head_weight_VE))):
+        kernels = kernels_for(hidden_NE, len(head_weight_VE)) if rows_Z is None and len(blocks) == 1 else None
+        if isinstance(kernels, ChunkKernels):
             logits_NV = hidden_NE @ head_weight_VE.t()
             logprobs_N, entropy_N, total_N = kernels.logprobs(logits_NV, temperature_N.float(), targets_N)
             ctx.blocks = None  # the C kernels' case: what is kept are the logits
@@ -101,30 +129,129 @@ class TokenLogprobs(torch.autograd.Function):
         hidden_NE, weight_VE, targets_N, temperature_N, rows_Z, ids_Z, total_N, logprobs_N, kept_NV = ctx.saved_tensors
         if ctx.blocks is None:
             kernels, grad_NV = kernels_for(hidden_NE), kept_NV.clone()
-            assert kernels is not None
+            assert isinstance(kernels, ChunkKernels)
             kernels.logprobs_backward(grad_NV, temperature_N.float(), targets_N, logprobs_N, total_N, grads[0].float())
             return grad_NV @ weight_VE, grad_NV.t() @ hidden_NE, None, None, None, None, None
-        scale_N = grads[0] / temperature_N
-        # 1 - p of the target from the log-prob: p itself, rounded to bfloat16, would lose it when p is near 1.
-        at_target_N = (-scale_N * torch.expm1(logprobs_N)).to(hidden_NE.dtype)
-        minus_scale_N1 = -scale_N[:, None].to(hidden_NE.dtype)
-        grad_weight_VE = torch.empty_like(weight_VE)
-        grad_hidden_NE = None
+
+        def probabilities(start: int, stop: int) -> Tensor:
+            if kept_NV is not None:
+                return kept_NV
+            logits_NW = block_logits(hidden_NE, weight_VE, temperature_N, rows_Z, ids_Z, start, stop)
+            return logits_NW.sub_(total_N[:, None]).exp_().to(hidden_NE.dtype)
+
+        pair = logprobs_backward(
+            grads[0], hidden_NE, weight_VE, targets_N, temperature_N, logprobs_N, ctx.blocks, probabilities
+        )
+        return *pair, None, None, None, None, None
+
+
+class GivenLogprobs(torch.autograd.Function):
+    """The caller's forward pass; backward as that of TokenLogprobs, with probabilities made again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, forward: Forward, hidden_NE: Tensor, head_weight_VE: Tensor, targets_N: Tensor, temperature_N: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        logprobs_N, total_N, entropy_N = forward(hidden_NE, targets_N)
+        ctx.save_for_backward(hidden_NE, head_weight_VE, targets_N, temperature_N, total_N, logprobs_N)
+        ctx.mark_non_differentiable(entropy_N)
+        return logprobs_N, entropy_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_NE, weight_VE, targets_N, temperature_N, total_N, logprobs_N = ctx.saved_tensors
+
+        def probabilities(start: int, stop: int) -> Tensor:
+            logits_NW = block_logits(hidden_NE, weight_VE, temperature_N, None, None, start, stop)
+            return logits_NW.sub_(total_N[:, None]).exp_().to(hidden_NE.dtype)
+
+        blocks = cut_vocabulary(len(weight_VE), len(hidden_NE))
+        pair = logprobs_backward(
+            grads[0], hidden_NE, weight_VE, targets_N, temperature_N, logprobs_N, blocks, probabilities
+        )
+        return None, *pair, None, None
+
+
+def logprobs_backward(
+    grad_N: Tensor,
+    hidden_NE: Tensor,
+    weight_VE: Tensor,
+    targets_N: Tensor,
+    temperature_N: Tensor,
+    logprobs_N: Tensor,
+    blocks: tuple[tuple[int, int], ...],
+    probabilities: Callable[[int, int], Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the hidden rows and of the head. `probabilities` gives those of a vocabulary block in
+    the hidden rows' dtype."""
+    scale_N = grad_N / temperature_N
+    # 1 - p of the target from the log-prob: p itself, rounded to bfloat16, would lose it when p is near 1.
+    at_target_N = (-scale_N * torch.expm1(logprobs_N)).to(hidden_NE.dtype)
+    minus_scale_N1 = -scale_N[:, None].to(hidden_NE.dtype)
+    grad_weight_VE = torch.empty_like(weight_VE)
+    grad_hidden_NE = None
+    for start, stop in blocks:
+        grad_NW = probabilities(start, stop) * minus_scale_N1
+        inside_M = ((targets_N >= start) & (targets_N < stop)).nonzero().squeeze(1)
+        grad_NW[inside_M, targets_N[inside_M] - start] = at_target_N[inside_M]
+        torch.mm(grad_NW.t(), hidden_NE, out=grad_weight_VE[start:stop])
+        part_NE = grad_NW @ weight_VE[start:stop]
+        if len(blocks) > 1:
+            part_NE = part_NE.to(logprobs_N.dtype)
+        grad_hidden_NE = part_NE if grad_hidden_NE is None else grad_hidden_NE.add_(part_NE)
+    assert grad_hidden_NE is not None
+    return grad_hidden_NE.to(hidden_NE.dtype), grad_weight_VE
+
+
+class FusedLogprobs(torch.autograd.Function):
+    """By Triton kernels, without a support. One block is kept for the backward pass; several are made again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NE: Tensor,
+        head_weight_VE: Tensor,
+        targets_N: Tensor,
+        temperature_N: Tensor,
+        blocks: tuple[tuple[int, int], ...],
+    ) -> tuple[Tensor, Tensor]:
+        kernels, kept_NV, columns = kernels_for(hidden_NE), None, []
+        assert kernels is not None and not isinstance(kernels, ChunkKernels)
+        for start, stop in blocks:
+            logits_NW = hidden_NE @ head_weight_VE[start:stop].t()
+            columns.append(kernels.block_statistics(logits_NW, temperature_N, targets_N, start))
+            kept_NV = logits_NW if len(blocks) == 1 else None
+        totals_BN, means_BN, found_BN = (torch.stack(parts) for parts in zip(*columns, strict=True))
+        total_N = totals_BN.logsumexp(0)
+        entropy_N = total_N - ((totals_BN - total_N).exp() * means_BN).sum(0)
+        logprobs_N = found_BN.sum(0) - total_N  # a target lies in one block; the others say 0
+        ctx.blocks, ctx.kept_is_gradient = blocks, False
+        ctx.save_for_backward(hidden_NE, head_weight_VE, targets_N, temperature_N, total_N, logprobs_N, kept_NV)
+        ctx.mark_non_differentiable(entropy_N)
+        return logprobs_N, entropy_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_NE, weight_VE, targets_N, temperature_N, total_N, logprobs_N, kept_NV = ctx.saved_tensors
+        assert not ctx.kept_is_gradient, "the kept logits became their gradient: one backward pass per forward pass"
+        ctx.kept_is_gradient = kept_NV is not None
+        kernels = kernels_for(hidden_NE)
+        assert kernels is not None and not isinstance(kernels, ChunkKernels)
+        scale_N = grads[0].float() / temperature_N
+        at_target_N = -scale_N * torch.expm1(logprobs_N)  # 1 - p would lose its digits where p is near 1
+        grad_weight_VE, grad_hidden_NE = torch.empty_like(weight_VE), None
         for start, stop in ctx.blocks:
-            probs_NW = kept_NV
-            if probs_NW is None:
-                logits_NW = block_logits(hidden_NE, weight_VE, temperature_N, rows_Z, ids_Z, start, stop)
-                probs_NW = logits_NW.sub_(total_N[:, None]).exp_().to(hidden_NE.dtype)
-            grad_NW = probs_NW * minus_scale_N1
-            inside_M = ((targets_N >= start) & (targets_N < stop)).nonzero().squeeze(1)
-            grad_NW[inside_M, targets_N[inside_M] - start] = at_target_N[inside_M]
+            grad_NW = hidden_NE @ weight_VE[start:stop].t() if kept_NV is None else kept_NV
+            kernels.logits_gradient(grad_NW, temperature_N, targets_N, total_N, scale_N, at_target_N, start)
             torch.mm(grad_NW.t(), hidden_NE, out=grad_weight_VE[start:stop])
             part_NE = grad_NW @ weight_VE[start:stop]
             if len(ctx.blocks) > 1:
-                part_NE = part_NE.to(total_N.dtype)
+                part_NE = part_NE.float()
             grad_hidden_NE = part_NE if grad_hidden_NE is None else grad_hidden_NE.add_(part_NE)
         assert grad_hidden_NE is not None
-        return grad_hidden_NE.to(hidden_NE.dtype), grad_weight_VE, None, None, None, None, None
+        return grad_hidden_NE.to(hidden_NE.dtype), grad_weight_VE, None, None, None
 
 
 def block_logits(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gyre.kernels.cpu.chunks import kernels_for
+from gyre.kernels.choose import kernels_for
 
 
 def rms_norm(x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:

@@ -8,26 +8,37 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gyre.kernels.cpu.chunks import kernels_for
+from gyre.kernels.choose import kernels_for
+from gyre.kernels.cpu.chunks import ChunkKernels
 
 
-def silu_mul_forward(gate_up_T2M: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return silu(gate) · up, and silu(gate) where the backward pass needs it."""
+def keeps_product(gate_up_T2M: Tensor) -> bool:
+    """Whether the backward pass wants anything kept besides gate_up. On a GPU it makes the product again as it goes."""
+    kernels = kernels_for(gate_up_T2M, gate_up_T2M.shape[1] // 2)
+    return kernels is None or isinstance(kernels, ChunkKernels)
+
+
+def silu_mul_forward(gate_up_T2M: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return silu(gate) · up, and what the backward pass wants kept besides gate_up: the product and, without kernels,
+    silu(gate)."""
     if kernels := kernels_for(gate_up_T2M, gate_up_T2M.shape[1] // 2):
-        return kernels.silu(gate_up_T2M), None
+        product_TM = kernels.silu(gate_up_T2M)
+        return product_TM, (product_TM,) if keeps_product(gate_up_T2M) else ()
     gate_TM, up_TM = gate_up_T2M.chunk(2, dim=-1)
     activated_TM = F.silu(gate_TM)
-    return activated_TM * up_TM, activated_TM
+    product_TM = activated_TM * up_TM
+    return product_TM, (product_TM, activated_TM)
 
 
-def silu_mul_backward(grad_TM: Tensor, gate_up_T2M: Tensor, activated_TM: Tensor | None) -> Tensor:
-    """Return the gradient of gate_up. Overwrites grad_TM."""
+def silu_mul_backward(grad_TM: Tensor, gate_up_T2M: Tensor, kept: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """Return the gradient of gate_up, and the product. Overwrites grad_TM."""
     if kernels := kernels_for(gate_up_T2M, gate_up_T2M.shape[1] // 2):
-        return kernels.silu_backward(grad_TM, gate_up_T2M)
-    assert activated_TM is not None
+        grad_gate_up_T2M, product_TM = kernels.silu_backward(grad_TM, gate_up_T2M)
+        return grad_gate_up_T2M, kept[0] if product_TM is None else product_TM
+    product_TM, activated_TM = kept
     gate_TM, up_TM = gate_up_T2M.chunk(2, dim=-1)
     grad_gate_up_T2M = torch.empty_like(gate_up_T2M)
     grad_gate_TM, grad_up_TM = grad_gate_up_T2M.chunk(2, dim=-1)
     torch.mul(grad_TM, activated_TM, out=grad_up_TM)
     torch.ops.aten.silu_backward.grad_input(grad_TM.mul_(up_TM), gate_TM, grad_input=grad_gate_TM)
-    return grad_gate_up_T2M
+    return grad_gate_up_T2M, product_TM

@@ -9,13 +9,16 @@ sequences are. All else is per token, so that the same code serves a packed chun
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gyre.core.records import Checkpointing
 from gyre.kernels.blocks import attention_inputs, layer_output
+from gyre.kernels.keep import Replay, Turned
 from gyre.kernels.norm import rms_norm
 from gyre.kernels.rope import rope_frequencies, rope_tables
 from gyre.models.spec import ModelSpec
@@ -53,10 +56,19 @@ class Layer(nn.Module):
         self.down = Weights(hidden, spec.mlp_size, device=device, dtype=dtype)
 
     def forward(
-        self, index: int, x_TE: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, attend: Attend, rows_N: Tensor | None
+        self,
+        index: int,
+        x_TE: Tensor,
+        cos_T1D: Tensor,
+        sin_T1D: Tensor,
+        attend: Attend,
+        rows_N: Tensor | None,
+        *,
+        lean: bool = False,
+        again: bool = False,
     ) -> Tensor:
-        """Return the residual stream after the layer, of `rows_N` only where given."""
-        spec = self.spec
+        """Return the residual stream after the layer, of `rows_N` only where given. `lean` and `again` as in blocks."""
+        spec, turned = self.spec, Turned() if lean else None
         x_TE, q_THD, k_TKD, v_TKD = attention_inputs(
             x_TE,
             self.attn_norm.weight,
@@ -68,8 +80,10 @@ class Layer(nn.Module):
             sin_T1D,
             heads=(spec.num_heads, spec.num_kv_heads),
             eps=spec.norm_eps,
+            lean=turned,
         )
-        attended_TA = attend(index, q_THD, k_TKD, v_TKD).flatten(1)
+        with turned.hooks(q_THD, k_TKD) if turned else contextlib.nullcontext():
+            attended_TA = attend(index, q_THD, k_TKD, v_TKD).flatten(1)
         if rows_N is not None:
             x_TE, attended_TA = x_TE.index_select(0, rows_N), attended_TA.index_select(0, rows_N)
         return layer_output(
@@ -80,7 +94,17 @@ class Layer(nn.Module):
             self.gate_up.weight,
             self.down.weight,
             eps=spec.norm_eps,
+            lean=lean,
+            again=again,
         )
+
+    def replayed(
+        self, index: int, x_TE: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, attend: Attend, rows_N: Tensor | None
+    ) -> Tensor:
+        """Like `forward`; of the pass only x_TE is kept, and the backward pass runs it again."""
+        input_TE = x_TE.detach().requires_grad_(x_TE.requires_grad)
+        with Replay(lambda: self(index, input_TE, cos_T1D, sin_T1D, attend, rows_N, again=True)).hooks():
+            return self(index, x_TE, cos_T1D, sin_T1D, attend, rows_N)
 
 
 class Decoder(nn.Module):
@@ -111,14 +135,25 @@ class Decoder(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.embed.weight.dtype
 
-    def hidden(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, rows_N: Tensor | None = None) -> Tensor:
+    def hidden(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        attend: Attend,
+        rows_N: Tensor | None = None,
+        *,
+        checkpointing: Checkpointing = "none",
+    ) -> Tensor:
         """Return hidden_TE with the final norm applied; with `rows_N`, hidden_NE of these tokens only, which spares
-        the last layer's output projection and MLP for all others."""
+        the last layer's output projection and MLP for all others. `checkpointing` says what a pass under autograd
+        keeps of each layer: all that its backward pass wants, what is dear to make again, or the input alone."""
         x_TE = F.embedding(tokens_T, self.embed.weight)
         cos_T1D, sin_T1D = rope_tables(positions_T, self.inv_freq_F, x_TE.dtype)
-        last = len(self.layers) - 1
+        last, full = len(self.layers) - 1, checkpointing == "full" and torch.is_grad_enabled()
         for index, layer in enumerate(self.layers):
-            x_TE = layer(index, x_TE, cos_T1D, sin_T1D, attend, rows_N if index == last else None)
+            assert isinstance(layer, Layer)
+            inputs = index, x_TE, cos_T1D, sin_T1D, attend, rows_N if index == last else None
+            x_TE = layer.replayed(*inputs) if full else layer(*inputs, lean=checkpointing == "selective")
         return rms_norm(x_TE, self.final_norm.weight, self.spec.norm_eps)
 
     def logits(self, hidden_NE: Tensor) -> Tensor:

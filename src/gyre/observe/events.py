@@ -23,7 +23,8 @@ Listener = Callable[[Row], None]
 RESERVED = frozenset({"seq", "t", "attempt", "kind"})
 COUNTED_PREFIXES = ("fallback.", "drop.", "retry.", "warn.")
 COUNTED_ENDINGS = ("skipped", "failed", "dropped", "refused", "removed", "exhausted", "replaced", "killed", "preempted",
-                   ".weak", ".nonfinite", ".deadline", ".nothing_to_train", ".oversized_chunks")  # fmt: skip
+                   "voided", "recaptured", "recomputed", ".weak", ".nonfinite", ".deadline", ".torch_kernels",
+                   ".nothing_to_train", ".oversized_chunks")  # fmt: skip
 
 
 class EventLog:

@@ -13,7 +13,7 @@ from gyre.core.errors import ConfigError, MemoryBudgetError
 from gyre.core.records import Phase
 from gyre.engine.config import PAGE_TOKENS
 from gyre.planner.memory import kv_bytes_per_page, predict_components, working_bytes
-from gyre.planner.plan import ComponentPlan, DeviceKind, Dtype, Hardware, PhasePlan, Plan, PlanInputs, Sizes
+from gyre.planner.plan import ComponentPlan, DeviceKind, Dtype, Hardware, PhasePlan, Plan, PlanInputs, Saving, Sizes
 from gyre.planner.ring import walk_ring
 from gyre.planner.sizes import check_lengths, derive, longest_sequence
 from gyre.vram.config import Residency
@@ -38,6 +38,7 @@ class _Base:
     budgets: Budgets
     page_tokens: int
     max_running: int
+    saving: Saving
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +116,7 @@ def _settle_base(inputs: PlanInputs, hardware: Hardware) -> tuple[_Base, dict[st
         budgets=budgets,
         page_tokens=inputs.page_tokens or PAGE_TOKENS[device],
         max_running=max_running if inputs.online else 0,
+        saving=hardware.saving if device == hardware.device else "torch_cpu",
     )
     return base, reasons
 
@@ -178,7 +180,7 @@ def _chunk_candidates(inputs: PlanInputs, device: DeviceKind, per_update: int) -
 def _try(inputs: PlanInputs, base: _Base, residency: Residency, tokens: int, *, whole_kv: bool) -> _Trial:
     """The phases under these sizes. MemoryBudgetError if they don't fit."""
     working = working_bytes(
-        inputs, dtype=base.dtype, device=base.device, tokens_per_chunk=tokens, max_running=base.max_running
+        inputs, dtype=base.dtype, saving=base.saving, tokens_per_chunk=tokens, max_running=base.max_running
     )
     pages = _kv_pages(inputs, base, residency, working["rollout"], whole=whole_kv)
     components = predict_components(inputs, dtype=base.dtype, page_tokens=base.page_tokens, kv_pages=pages)
@@ -216,6 +218,7 @@ def _kv_pages(inputs: PlanInputs, base: _Base, residency: Residency, working: in
         component.size_bytes
         for component in others
         if component.name != "engine.kv"
+        and "device" in component.tiers
         and (residency == "resident" or "rollout" in component.phases or not component.leave)
     )
     room = (base.budgets.device_bytes - working - beside) // page_bytes - 1

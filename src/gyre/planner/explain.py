@@ -16,10 +16,10 @@ WHERE = {"device": "", "host": " (host)", "disk": " (disk)"}
 def explain(plan: Plan) -> str:
     """The whole plan for people."""
     parts = [
-        ("What runs", _table(("name", "value", "why"), _machine_rows(plan))),
-        ("Sizes", _table(("name", "value", "unit", "why"), _size_rows(plan))),
-        ("Memory by phase", _table(_phase_head(plan), _phase_rows(plan))),
-        ("Components", _table(("name", "bytes", "where from", "leaves to"), _component_rows(plan))),
+        ("What runs", table(("name", "value", "why"), _machine_rows(plan))),
+        ("Sizes", table(("name", "value", "unit", "why"), _size_rows(plan))),
+        ("Memory by phase", table(_phase_head(plan), _phase_rows(plan))),
+        ("Components", table(("name", "bytes", "where from", "leaves to"), _component_rows(plan))),
     ]
     text = "\n\n".join(f"{title}\n{table}" for title, table in parts)
     if plan.notes:
@@ -99,7 +99,7 @@ def _component_rows(plan: Plan) -> list[tuple[str, ...]]:
     ]
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
 
     def line(row: Sequence[str]) -> str:

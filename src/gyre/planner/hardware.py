@@ -3,14 +3,17 @@ Out: Hardware. Callers: `wire`, `gyre plan`, `gyre doctor`. The only file of thi
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import shutil
 from pathlib import Path
 
 import torch
 
+from gyre.kernels.cpu.build import Unavailable
+from gyre.kernels.cpu.chunks import load_chunks
 from gyre.observe.hardware import describe_hardware
-from gyre.planner.plan import Hardware
+from gyre.planner.plan import Hardware, Saving
 from gyre.vram.probe import read_device, read_host
 
 
@@ -32,7 +35,17 @@ def read_hardware(disk_folder: Path | None = None) -> Hardware:
         disk_free_bytes=_disk_free(disk_folder) if disk_folder is not None else 0,
         cores=cores,
         bf16=torch.cuda.is_bf16_supported() if on_cuda else facts["flags"]["bf16"],
+        saving=saving_on_cuda() if on_cuda else saving_on_cpu(),
     )
+
+
+def saving_on_cuda() -> Saving:
+    """Torch for GPUs brings Triton along."""
+    return "triton" if importlib.util.find_spec("triton") is not None else "torch_cuda"
+
+
+def saving_on_cpu() -> Saving:
+    return "torch_cpu" if isinstance(load_chunks(torch.float32), Unavailable) else "c_cpu"
 
 
 def _disk_free(folder: Path) -> int:

@@ -4,20 +4,28 @@ In: sizes of the models and batches. Out: ComponentPlans, bytes by phase. Caller
 holds is measured by `vram.manager`; the components agree to the byte (up to alignment), working memory is an estimate
 from above, checked against saved tensors by a test.
 
-Letters: E hidden, M MLP, H heads, K KV heads, D head size, V vocabulary, L longest sequence.
+Activations are counted tensor by tensor in `planner.activations`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gyre.core.records import Phase, Tier
-from gyre.planner.plan import ComponentPlan, DeviceKind, Dtype, ModelNumbers, PlanInputs
+from gyre.core.records import Checkpointing, Phase, Tier
+from gyre.engine.config import plan_num_slots
+from gyre.planner.activations import (
+    ITEM_BYTES,
+    again_bytes,
+    forward_layer_bytes,
+    head_backward_bytes,
+    head_forward_bytes,
+    layer_backward_bytes,
+    saved_bytes,
+)
+from gyre.planner.plan import ComponentPlan, Dtype, ModelNumbers, PlanInputs, Saving
 from gyre.vram.config import Leave
 from gyre.vram.phases import default_needs, leave_tiers, match_name
 
-ITEM_BYTES: Mapping[Dtype, int] = {"float32": 4, "bfloat16": 2}
-LOGIT_ROWS = 1024  # rows of logits that exist at a time in the trainer, at most
 TRUNCATION_ROWS, TRUNCATION_BYTES = 64, 48  # as in engine.truncation: rows at a time, bytes per row and token
 
 
@@ -25,30 +33,32 @@ def kv_bytes_per_page(model: ModelNumbers, dtype: Dtype, page_tokens: int) -> in
     return 2 * model.num_layers * model.num_kv_heads * model.head_dim * page_tokens * ITEM_BYTES[dtype]
 
 
-def activation_bytes(model: ModelNumbers, dtype: Dtype, tokens: int, *, longest: int, device: DeviceKind) -> int:
+def activation_bytes(
+    model: ModelNumbers,
+    dtype: Dtype,
+    tokens: int,
+    *,
+    longest: int,
+    saving: Saving,
+    checkpointing: Checkpointing = "none",
+) -> int:
     """What one chunk keeps for its backward pass, and the largest temporaries of that pass."""
-    m, item = model, ITEM_BYTES[dtype]
-    q_size, kv_size = m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim
-    kept = 5 * m.hidden_size + 2 * (q_size + 2 * kv_size) + 2 * q_size + 4 * m.mlp_size
-    if device == "cpu":
-        kept += m.num_heads * longest  # attention probabilities; on CUDA they never exist
-    passing = 4 * m.mlp_size + 2 * m.hidden_size + 2 * (q_size + 2 * kv_size)
-    return tokens * item * (m.num_layers * kept + passing) + logit_bytes(m, tokens)
+    kept = saved_bytes(model, dtype, saving, checkpointing, tokens=tokens, targets=tokens, longest=longest)
+    head = max(head_forward_bytes(model, saving, tokens), head_backward_bytes(model, dtype, saving, tokens))
+    again = again_bytes(model, dtype, saving, checkpointing, tokens, longest=longest)
+    return kept + max(head, again + layer_backward_bytes(model, dtype, tokens))
 
 
-def forward_bytes(model: ModelNumbers, dtype: Dtype, tokens: int, *, longest: int, device: DeviceKind) -> int:
+def forward_bytes(model: ModelNumbers, dtype: Dtype, tokens: int, *, longest: int, saving: Saving) -> int:
     """A forward pass without a backward: one layer's temporaries at a time."""
-    one_layer = ModelNumbers(**{**_as_dict(model), "num_layers": 1})
-    return activation_bytes(one_layer, dtype, tokens, longest=longest, device=device)
-
-
-def logit_bytes(model: ModelNumbers, rows: int) -> int:
-    return 3 * 4 * min(rows, LOGIT_ROWS) * model.vocab_size  # float32 logits, log-softmax, gradient
+    layer = forward_layer_bytes(model, dtype, saving, tokens, longest=longest)
+    return layer + head_forward_bytes(model, saving, tokens)
 
 
 def engine_bytes(model: ModelNumbers, dtype: Dtype, *, tokens: int, running: int, longest: int) -> int:
     """One engine step: a layer's temporaries, gathered keys and values, float32 logits of all running sequences, and
-    truncation of some of them at a time."""
+    truncation of some of them at a time. The C kernels' work area and logits on a CPU are less, up to 16
+    threads at least."""
     m, item = model, ITEM_BYTES[dtype]
     heads = (m.num_heads + 2 * m.num_kv_heads) * m.head_dim
     layer = tokens * item * (4 * m.hidden_size + 2 * heads + 4 * m.mlp_size)
@@ -58,17 +68,19 @@ def engine_bytes(model: ModelNumbers, dtype: Dtype, *, tokens: int, running: int
 
 
 def working_bytes(
-    inputs: PlanInputs, *, dtype: Dtype, device: DeviceKind, tokens_per_chunk: int, max_running: int
+    inputs: PlanInputs, *, dtype: Dtype, saving: Saving, tokens_per_chunk: int, max_running: int
 ) -> dict[Phase, int]:
     """Device bytes beside the components, by phase."""
     model, longest = inputs.model, inputs.max_prompt_tokens + inputs.max_completion_tokens
     scored = [model] + ([inputs.reward_model] if inputs.reward_model is not None else [])
-    score = max(forward_bytes(m, dtype, tokens_per_chunk, longest=longest, device=device) for m in scored)
+    score = max(forward_bytes(m, dtype, tokens_per_chunk, longest=longest, saving=saving) for m in scored)
     generate = engine_bytes(model, dtype, tokens=inputs.engine_tokens_per_step, running=max_running, longest=longest)
     return {
         "rollout": generate if inputs.online else 0,
         "score": score if inputs.online or inputs.reference else 0,
-        "train": activation_bytes(model, dtype, tokens_per_chunk, longest=longest, device=device),
+        "train": activation_bytes(
+            model, dtype, tokens_per_chunk, longest=longest, saving=saving, checkpointing=inputs.checkpointing
+        ),
         "handover": 0,
         "evaluate": generate if inputs.online else score,
     }
@@ -94,6 +106,8 @@ def predict_components(
         page = kv_bytes_per_page(inputs.model, dtype, page_tokens)
         formula = f"({kv_pages} pages + 1 spare) × {page} bytes"
         rows.append(("engine.kv", (kv_pages + 1) * page, (*keeping, "none"), formula))
+        if slots := plan_num_slots(inputs.kv_host_bytes, page_bytes=page):
+            rows.append(("engine.kv_host", slots * page, ("host", "none"), f"{slots} slots × {page} bytes"))
     return tuple(_component(row, needs, inputs.leave) for row in rows)
 
 
@@ -129,7 +143,3 @@ def _component(
         leave=leave_tiers(name, tiers, leave),
         formula=formula,
     )
-
-
-def _as_dict(model: ModelNumbers) -> dict[str, int]:
-    return {name: getattr(model, name) for name in ModelNumbers.__dataclass_fields__}

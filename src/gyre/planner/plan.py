@@ -15,11 +15,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from gyre.core.errors import SnapshotError
-from gyre.core.records import Phase, Tier
+from gyre.core.records import Checkpointing, Phase, Tier
 from gyre.vram.config import Leave, Residency
 
 DeviceKind = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16"]
+Saving = Literal["triton", "torch_cuda", "torch_cpu", "c_cpu"]
+"""Whose kernels run a layer, which decides what it keeps for the backward pass: on a GPU Triton's or torch's around
+flash attention, on a CPU torch's or the C ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +38,7 @@ class Hardware:
     disk_free_bytes: int  # under the folder of the disk tier; 0 without one
     cores: int  # that this process may use
     bf16: bool  # matrix products in bfloat16 are native
+    saving: Saving  # of the best device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +54,27 @@ class ModelNumbers:
     head_dim: int
     mlp_size: int
     context_tokens: int  # longest sequence that it takes
+    tied: bool  # the head is the embedding
+    qkv_bias: bool
+    qk_norm: bool
+
+    @property
+    def query_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def embedding_parameters(self) -> int:
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of one decoder layer: all but embedding, head and final norm, shared out evenly."""
+        outside = self.embedding_parameters * (1 if self.tied else 2) + self.hidden_size
+        return (self.num_parameters - outside) // self.num_layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +90,7 @@ class PlanInputs:
     max_completion_tokens: int
     sequences_per_update: int | None = None
     tokens_per_chunk: int | None = None
+    checkpointing: Checkpointing = "none"
     epochs_per_batch: int = 1
     critic: bool = False
     reference: bool = False
@@ -75,6 +101,7 @@ class PlanInputs:
     threads: int | None = None
     page_tokens: int | None = None
     kv_pages: int | None = None
+    kv_host_bytes: int = 0  # of host memory for KV of preempted completions
     max_running: int | None = None  # completions that hold pages at the same time
     engine_tokens_per_step: int = 2048
     residency: Residency | None = None

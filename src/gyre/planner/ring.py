@@ -40,7 +40,8 @@ def walk_ring(
 
 
 def place_at_start(components: Sequence[ComponentPlan], budgets: Budgets) -> tuple[Entry, ...]:
-    """Components as their owners build them, one after the other: on the device while there is room."""
+    """Components as their owners build them, one after the other: on the device while there is room, but for those
+    that never live there."""
     left: dict[Tier, int] = {
         "device": budgets.device_bytes,
         "host": budgets.host_bytes,
@@ -49,7 +50,8 @@ def place_at_start(components: Sequence[ComponentPlan], budgets: Budgets) -> tup
     }
     entries = []
     for component in components:
-        choices: tuple[Tier, ...] = ("device", *component.leave)
+        on_device = "device" in component.tiers
+        choices: tuple[Tier, ...] = ("device", *component.leave) if on_device else component.tiers[:1]
         fitting: list[Tier] = [tier for tier in choices if component.size_bytes <= left[tier]]
         if not fitting:
             free = ", ".join(f"{tier} {words(size)}" for tier, size in left.items() if tier != "none")

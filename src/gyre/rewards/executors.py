@@ -186,7 +186,8 @@ def choose_mode(wish: Wish, *, emit: Callable[..., None]) -> Mode:
         except Unavailable as error:
             refusals[mode] = str(error)
             continue
-        emit("sandbox.started", mode=mode, isolation=_ISOLATION[mode], note=note, refused=refusals)
+        isolation, counted = _ISOLATION[mode], bool(refusals)  # the second choice is a fallback
+        emit("sandbox.started", mode=mode, isolation=isolation, note=note, refused=refusals, counted=counted)
         return mode
     said = "; ".join(f"{mode}: {why}" for mode, why in refusals.items())
     if wish == "strong":

@@ -15,10 +15,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 
+from gyre.core.errors import DeadlineError
 from gyre.rewards.messages import take_frame
 
 _CLOSE_S = 3.0
 _END_S = 1.0  # for a process that has hung up to end
+_KILL_S = 10.0  # for a killed one to be gone
 
 
 class Channel:
@@ -123,33 +125,50 @@ class Nursery:
             socket.send_fds(self._control, [order.encode()], fds)
 
     def bury(self) -> int:
-        """After its own end: let go of it and return its exit code. One that only hung up is killed."""
+        """After its own end: let go of it and return its exit code. One that only hung up is killed; DeadlineError when
+        even that does not end it."""
         self._hang_up()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            return self._process.wait()
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(_KILL_S)
+        raise self._unkillable()
 
     async def close(self, *, idle: bool) -> bool:
-        """Hang up, whereupon it ends its workers, what they started, and itself. False when it had to be killed.
-        `idle`: it has no worker at work, and may still be loading; it is ended without waiting for that."""
+        """Hang up, whereupon it ends its workers, what they started, and itself. False when it had to be killed;
+        DeadlineError when even that does not end it. `idle`: it has no worker at work, and may still be loading; it is
+        ended without waiting for that."""
         self._hang_up()
         if idle:
             self._process.kill()
+        if await self._ends_within(_CLOSE_S):
+            return True
+        self._process.kill()  # its workers die with it
+        if not await self._ends_within(_KILL_S):
+            raise self._unkillable()
+        return False
+
+    async def _ends_within(self, limit_s: float) -> bool:
         loop = asyncio.get_running_loop()
-        end_s = loop.time() + _CLOSE_S
+        end_s = loop.time() + limit_s
         while self._process.poll() is None:
             if loop.time() > end_s:
-                self._process.kill()  # its workers die with it
-                self._process.wait()
                 return False
             await asyncio.sleep(0.002)
         return True
 
+    def _unkillable(self) -> DeadlineError:
+        return DeadlineError(
+            f"the process that starts reward workers (pid {self._process.pid}) was killed and did not end within "
+            f"{_KILL_S:g} s",
+            hint="it hangs within the kernel, as on a file system that does not answer: see `ps -o stat,wchan` of it",
+        )
+
     def _hang_up(self) -> None:
         if self._loop is not None:
             self._loop.remove_reader(self._control)
+            self._loop = None
         self._control.close()
 
 

@@ -261,7 +261,11 @@ class Pool:
 
     def _nursery_died(self) -> None:
         """Its end is no check's fault: start it and its workers anew, and what they were at."""
-        code = self._nursery.bury()
+        try:
+            code = self._nursery.bury()
+        except DeadlineError as error:
+            self._end_all(error)
+            return
         self._emit("reward.nursery_replaced", exit_code=code)
         ready = any(worker.ready for worker in self._workers.values())
         for worker in list(self._workers.values()):
@@ -281,16 +285,22 @@ class Pool:
         self._false_starts += 1
         if self._false_starts < _MOST_FALSE_STARTS:
             return False
+        self._end_all(
+            DeadlineError(
+                f"the reward workers did not start in {self._false_starts} tries; the last one ended with {how}",
+                hint="what they said is on stderr; they need the packages of this environment",
+            )
+        )
+        return True
+
+    def _end_all(self, fault: DeadlineError) -> None:
+        """There will be no verdicts any more: end every call with the reason, those to come too."""
         for worker in list(self._workers.values()):
             self._forget(worker)
         self._waiting.clear()
-        self._fault = DeadlineError(
-            f"the reward workers did not start in {self._false_starts} tries; the last one ended with {how}",
-            hint="what they said is on stderr; they need the packages of this environment",
-        )
+        self._fault = fault
         for call in self._calls:
             call.done.set()
-        return True
 
     async def close(self) -> None:
         """End every worker, what workers started, and the nursery. Calls that still wait end with timeouts."""

@@ -40,6 +40,7 @@ class Chunk:
     rows_N: Tensor  # which of the T hidden states predicts each target
     targets_N: Tensor
     temperature_N: Tensor  # float32
+    inverse_temperature_N: Tensor  # float32, divided on the host as the engine does, so that its bits are the same
     support: tuple[Tensor, Tensor] | None  # offsets [N + 1] and ids of what truncation left choosable
     sequence_index_N: Tensor
     target_counts_S: Tensor
@@ -108,6 +109,7 @@ def build_chunk(
         rows_N=put(targets_at - 1),
         targets_N=put(tokens[targets_at]),
         temperature_N=put(temperatures[index_of]),
+        inverse_temperature_N=put((np.float32(1.0) / temperatures)[index_of]),
         support=_support(chosen, counts, vocab_size, put),
         sequence_index_N=put(index_of),
         target_counts_S=put(counts),
@@ -130,6 +132,7 @@ def blank_chunk(device: torch.device) -> Chunk:
         rows_N=put(0),
         targets_N=put(0),
         temperature_N=torch.ones(1, device=device),
+        inverse_temperature_N=torch.ones(1, device=device),
         support=None,
         sequence_index_N=put(0),
         target_counts_S=put(1),

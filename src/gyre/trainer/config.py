@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from gyre.core.config import Section
+from gyre.core.records import Checkpointing
 
 
 class TrainerConfig(Section):
@@ -39,6 +40,11 @@ class TrainerConfig(Section):
     """Passes over each batch."""
     tokens_per_chunk: int = Field(default=8192, ge=16)
     """Tokens per forward and backward pass. Changes speed and memory, never the gradient."""
+    checkpointing: Checkpointing = "none"
+    """What a training pass keeps of each layer for its backward pass. none: all that it wants. selective: what is dear
+    to make again (the projection to q, k and v, attention, the stream between the halves): about a third of the bytes
+    for about a seventh more time. full: the layer's input alone, for about a third more time. Changes speed and
+    memory, never the gradient."""
     reference: Literal["none", "initial"] = "initial"
     """What the KL term and DPO compare with: a copy of the weights that the stage began with. It is made only for an
     objective that needs one; none forbids it, for data that brings its own reference log-probs."""
@@ -53,5 +59,9 @@ class SnapshotConfig(Section):
 
     every_steps: int = Field(default=20, ge=0)
     """Loop steps between snapshots; 0 writes one at the end of a stage only."""
+    background: bool = False
+    """Train on while a snapshot is written: it is staged in host memory first, which takes as many bytes as it has."""
+    deadline_s: float = Field(default=1800.0, gt=0.0)
+    """Longest that a save, or the end of a stage, waits for the one that is being written in the background."""
     keep: int = Field(default=2, ge=1)
     """Newest snapshots kept on disk."""

@@ -84,7 +84,7 @@ class Evaluator:
     def _logprobs(self, which: Which, sequences: Sequence[TrainSequence], plan: EpochPlan) -> tuple[np.ndarray, ...]:
         if which == "policy":
             self._tenancy.need("actor.params")
-            return logprobs_of(self._models.actor.decoder, sequences, plan.chunks, self._group)
+            return logprobs_of(self._models.actor.decoder, sequences, plan.chunks, self._group, self._models.logprobs)
         if self._reference is None:
             raise ConfigError(
                 f"objective '{self._objective.kind}' has no reference model (trainer.reference = "
@@ -92,7 +92,7 @@ class Evaluator:
                 hint="set trainer.reference = 'initial', or give each sequence a column reference_logprobs",
             )
         self._tenancy.need("reference")
-        return logprobs_of(self._reference.decoder, sequences, plan.chunks, self._group)
+        return logprobs_of(self._reference.decoder, sequences, plan.chunks, self._group, self._models.logprobs)
 
     def _scores(self, sequences: Sequence[TrainSequence]) -> np.ndarray:
         """Ask the reward model that was given, or else the one that is being trained."""

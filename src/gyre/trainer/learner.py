@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gyre.core.records import Tier
+from gyre.core.records import Checkpointing, Tier
 from gyre.models.decoder import Decoder
 from gyre.models.heads import ScalarHead
 from gyre.parallel.mesh import Split
@@ -34,6 +34,7 @@ class Learner:
         self, name: str, decoder: Decoder, head: ScalarHead | None, config: TrainerConfig, split: Split
     ) -> None:
         self.name, self.decoder, self.head, self.split = name, decoder, head, split
+        self.checkpointing: Checkpointing = config.checkpointing
         self.dtype = decoder.dtype  # that the forward pass computes in
         if split.shards_weights:
             shard_decoder(decoder, split, trains=True)

@@ -13,6 +13,7 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,8 @@ from gyre.core.records import (
     Usage,
     Which,
 )
-from gyre.kernels.cpu.build import Unavailable
-from gyre.kernels.cpu.chunks import load_chunks
+from gyre.kernels import flash
+from gyre.kernels.choose import CUDA_DTYPES, why_torch
 from gyre.models.decoder import Decoder
 from gyre.models.heads import ScalarHead
 from gyre.objectives.api import (
@@ -48,10 +49,12 @@ from gyre.trainer.config import TrainerConfig
 from gyre.trainer.evaluation import Evaluator
 from gyre.trainer.learner import HEAD_PREFIX, Learner
 from gyre.trainer.parallelise import shard_decoder
+from gyre.trainer.passes import ChunkLogprobs, chunk_logprobs
 from gyre.trainer.reference import Reference, frozen_copy
 from gyre.trainer.schedule import learning_rate_factor
 from gyre.trainer.tenancy import ScoredModel, Tenancy
 from gyre.trainer.update import Models, Totals, collect_gradients
+from gyre.vram.pools import Take
 from gyre.weights.gather import ShardSource
 from gyre.weights.manifest import make_manifest
 
@@ -76,18 +79,24 @@ class NativeTrainer:
         disk_folder: Path | None = None,
         group: Group | None = None,
         parallel: ParallelConfig | None = None,
+        logprobs: ChunkLogprobs | None = None,
     ) -> None:
         """`head` continues a reward model under objective rm; `critic` one under ppo: without them the head starts at
         zero and the critic's trunk as a copy of the actor. `reward_model` is what evaluate(…, "reward") asks.
         `shared` goes into the manifest: the engine reads this trainer's own weights. `disk_folder` gives components
-        a disk tier. `group`: the ranks that train together (`parallel.start.join`). Each has a NativeTrainer made with
-        the same arguments and weights, and every rank calls every method, with the same global batch. `parallel` says
-        how their models lie over them."""
+        a disk tier. `logprobs` is how actor and reference compute a chunk's log-probs, if not as usual. `group`: the
+        ranks that train together (`parallel.start.join`). Each has a NativeTrainer made with the same arguments and
+        weights, and every rank calls every method, with the same global batch. `parallel` says how their models lie
+        over them."""
         self._objective, self._config, self._seed = objective, config, seed
         self._compute, self._emit, self._shared = compute, emit, shared
         self._group = group or alone(decoder.device)
-        if decoder.device.type == "cpu" and isinstance(kernels := load_chunks(decoder.dtype), Unavailable):
-            emit("trainer.torch_kernels", reason=kernels.reason)
+        if (reason := why_torch(decoder.device, decoder.dtype)) is not None:
+            emit("trainer.torch_kernels", reason=reason)
+        if decoder.device.type == "cuda" and decoder.dtype in CUDA_DTYPES:
+            spec = decoder.spec
+            shared_by = spec.num_heads // spec.num_kv_heads
+            emit("trainer.attention_kernel", **flash.choice(decoder.device, decoder.dtype, shared_by, spec.head_dim))
         if trains_scores(objective) and head is None:
             head = ScalarHead(decoder.spec.hidden_size, device=decoder.device)
         assert head is None or trains_scores(objective), f"objective {objective.kind} trains no scalar head"
@@ -98,6 +107,7 @@ class NativeTrainer:
         self._models = Models(
             actor=Learner("actor", decoder, head, config, splitter.split("actor")),
             critic=Learner("critic", *trunk, config, splitter.split("critic")) if trunk else None,
+            logprobs=logprobs or partial(chunk_logprobs, checkpointing=config.checkpointing),
         )
         self._reference = Reference(first, config, splitter.split("reference")) if first is not None else None
         if reward_model is not None and (split := splitter.split("reward")).shards_weights:
@@ -154,12 +164,13 @@ class NativeTrainer:
         )
         return make_manifest(self._version, like, shared=False, checksums=False), source
 
-    def snapshot(self) -> Mapping[str, Any]:
+    def snapshot(self, take: Take | None = None) -> Mapping[str, Any]:
         """Return {"tensors": by name, "state": JSON-able}. Tensors are whole copies on the CPU of rank 0 (the other
         ranks get none), taken from the tier where each component is: a snapshot moves nothing, and needs room for one
-        bucket on the device where tensors lie in shards."""
+        bucket on the device where tensors lie in shards. `take` gives the memory for this
+        rank's copies."""
         with self._group.guard("snapshot"):
-            tensors = self._whole_tensors()
+            tensors = self._whole_tensors(take)
         state = {
             "objective": self._objective.kind,
             "version": self._version,
@@ -208,19 +219,10 @@ class NativeTrainer:
     def version(self) -> int:
         return self._version
 
-    def trained(self) -> tuple[Decoder, ScalarHead | None]:
-        """What an export holds: the actor, with its scalar head under objective rm. All ranks call it; where no rank
-        holds the weights whole, rank 0 gets a copy on the CPU, and the others a Decoder without contents."""
-        actor = self._models.actor
-        if not actor.split.shards_weights:
-            return actor.decoder, actor.head
-        keeps = self._group.rank == 0
-        copy = Decoder(actor.decoder.spec, device=torch.device("cpu" if keeps else "meta"), dtype=actor.dtype)
-        with self._group.guard("export"):
-            _, source = self.register()
-            assert isinstance(source, ShardSource)
-            source.gather_into(dict(copy.named_parameters()) if keeps else {})
-        return copy, actor.head
+    @property
+    def head(self) -> ScalarHead | None:
+        """The actor's scalar head under objective rm, which an export holds too."""
+        return self._models.actor.head
 
     def step_now(self, batch: TrainBatch) -> StepReport:
         """The body of `step`."""
@@ -305,16 +307,16 @@ class NativeTrainer:
         with self._group.guard(f"evaluation of '{which}'"):
             return self._evaluator.evaluate(batch, which)
 
-    def _whole_tensors(self) -> dict[str, Tensor]:
+    def _whole_tensors(self, take: Take | None) -> dict[str, Tensor]:
         """Everything that a snapshot holds, on rank 0."""
         tensors: dict[str, Tensor] = {}
         for learner in self._models.learners:
             copies: dict[str, Tensor] = {}
             for component, parts in learner.state_tensors().items():
-                copies |= self._tenancy.copies(component, parts)
+                copies |= self._tenancy.copies(component, parts, take)
             tensors |= learner.whole_state(copies)
         if self._reference is not None:
-            copies = self._tenancy.copies("reference", self._reference.state_tensors())
+            copies = self._tenancy.copies("reference", self._reference.state_tensors(), take)
             tensors |= self._reference.whole_state(copies)
         return tensors
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from gyre.kernels.choose import load_adamw
 from gyre.parallel.mesh import Mesh
 from gyre.trainer.parallelise import local_part
 from gyre.weights.shards import Place, Shape, ShardLayout, align, whole_layout
@@ -125,11 +126,20 @@ class AdamW:
     def update(self, *, learning_rate: float, grad_scale: float) -> None:
         """AdamW with the summed gradient × grad_scale, then refresh the compute weights and clear the gradient."""
         self.num_updates += 1
+        fused = load_adamw() if self.device.type == "cuda" else None
+        settings = {"learning_rate": learning_rate, "grad_scale": grad_scale}
         for span in self.spans():
             size = span.weight_N.numel()
+            if fused is not None:
+                buffers = span.weight_N, span.grad_N, span.exp_avg_N, span.exp_avg_sq_N
+                fused(
+                    *buffers, decay_stop=size if span.decays else 0, betas=self.betas, eps=self.eps,
+                    weight_decay=self.weight_decay, num_updates=self.num_updates, **settings,
+                )  # fmt: skip
+                continue
             block = BLOCK_CPU if self.device.type == "cpu" else size
             for start in range(0, size, max(1, block)):
-                self._update_block(span, slice(start, min(start + block, size)), learning_rate, grad_scale)
+                self._update_block(span, slice(start, min(start + block, size)), **settings)
         self.refresh_compute()
 
     def _update_block(self, span: Span, at: slice, learning_rate: float, grad_scale: float) -> None:

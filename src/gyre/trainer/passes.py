@@ -8,13 +8,13 @@ T tokens, N targets, S sequences, E hidden size, as in trainer.chunk.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gyre.core.records import TrainSequence
+from gyre.core.records import Checkpointing, TrainSequence
 from gyre.kernels.attention import varlen_attention
 from gyre.kernels.logprobs import token_logprobs
 from gyre.models.decoder import Decoder
@@ -23,40 +23,51 @@ from gyre.parallel.group import Group
 from gyre.trainer.chunk import Chunk, target_mask
 from gyre.trainer.parallelise import is_sharded, reshard
 
+ChunkLogprobs = Callable[[Decoder, Chunk], tuple[Tensor, Tensor]]  # → (logprobs_N, entropy_N), differentiable
 
-def hidden_states(decoder: Decoder, chunk: Chunk, rows_N: Tensor | None = None) -> Tensor:
+
+def hidden_states(
+    decoder: Decoder, chunk: Chunk, rows_N: Tensor | None = None, checkpointing: Checkpointing = "none"
+) -> Tensor:
     """Run the decoder over a chunk; each sequence sees itself only. With `rows_N`, hidden states of those tokens."""
 
     def attend(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         return varlen_attention(q_THD, k_TKD, v_TKD, chunk.layout, decoder.spec.window_of(layer))
 
-    return decoder.hidden(chunk.tokens_T, chunk.layout.positions_T, attend, rows_N)
+    positions_T = chunk.layout.positions_T
+    return decoder.hidden(chunk.tokens_T, positions_T, attend, rows_N, checkpointing=checkpointing)
 
 
-def chunk_logprobs(decoder: Decoder, chunk: Chunk) -> tuple[Tensor, Tensor]:
+def chunk_logprobs(decoder: Decoder, chunk: Chunk, checkpointing: Checkpointing = "none") -> tuple[Tensor, Tensor]:
     """Return (logprobs_N, entropy_N) of the chunk's targets."""
-    hidden_NE = hidden_states(decoder, chunk, chunk.rows_N)
-    return token_logprobs(hidden_NE, decoder.head_weight, chunk.targets_N, chunk.temperature_N, chunk.support)
+    hidden_NE = hidden_states(decoder, chunk, chunk.rows_N, checkpointing)
+    keep_logits = checkpointing == "none" and torch.is_grad_enabled()
+    given = chunk.targets_N, chunk.temperature_N, chunk.support
+    return token_logprobs(hidden_NE, decoder.head_weight, *given, keep_logits=keep_logits)
 
 
-def chunk_values(decoder: Decoder, head: ScalarHead, chunk: Chunk) -> Tensor:
+def chunk_values(decoder: Decoder, head: ScalarHead, chunk: Chunk, checkpointing: Checkpointing = "none") -> Tensor:
     """Return values_N: what the critic expects before each target is chosen."""
-    return head(hidden_states(decoder, chunk, chunk.rows_N))
+    return head(hidden_states(decoder, chunk, chunk.rows_N, checkpointing))
 
 
-def chunk_scores(decoder: Decoder, head: ScalarHead, chunk: Chunk) -> Tensor:
+def chunk_scores(decoder: Decoder, head: ScalarHead, chunk: Chunk, checkpointing: Checkpointing = "none") -> Tensor:
     """Return scores_S: the reward model's verdict at each sequence's last token."""
-    return head(hidden_states(decoder, chunk, chunk.last_row_S))
+    return head(hidden_states(decoder, chunk, chunk.last_row_S, checkpointing))
 
 
 def logprobs_of(
-    decoder: Decoder, sequences: Sequence[TrainSequence], chunks: Sequence[Chunk], group: Group
+    decoder: Decoder,
+    sequences: Sequence[TrainSequence],
+    chunks: Sequence[Chunk],
+    group: Group,
+    compute: ChunkLogprobs = chunk_logprobs,
 ) -> tuple[np.ndarray, ...]:
     """Forward only. Returns float32 [T] per sequence in batch order: log-probs at targets, 0.0 elsewhere."""
     results = _blank(sequences)
     with _reading(decoder):
         for chunk in chunks:
-            _scatter(chunk_logprobs(decoder, chunk)[0], chunk, sequences, results)
+            _scatter(compute(decoder, chunk)[0], chunk, sequences, results)
     return _joined(results, group)
 
 

@@ -18,15 +18,16 @@ from gyre.parallel.group import Group
 from gyre.trainer.chunk import Chunk
 from gyre.trainer.learner import Learner
 from gyre.trainer.parallelise import is_sharded
-from gyre.trainer.passes import chunk_logprobs, chunk_scores, chunk_values
+from gyre.trainer.passes import ChunkLogprobs, chunk_logprobs, chunk_scores, chunk_values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Models:
-    """Who learns in this run."""
+    """Who learns in this run, and how the actor's log-probs are computed."""
 
     actor: Learner
     critic: Learner | None = None
+    logprobs: ChunkLogprobs = chunk_logprobs
 
     @property
     def learners(self) -> tuple[Learner, ...]:
@@ -92,15 +93,15 @@ def collect_gradients(models: Models, objective: AnyObjective, chunks: Sequence[
         inputs = _inputs(chunk)
         if trains_scores(objective):
             assert actor.head is not None
-            inputs = replace(inputs, scores_S=chunk_scores(actor.decoder, actor.head, chunk))
+            inputs = replace(inputs, scores_S=chunk_scores(actor.decoder, actor.head, chunk, actor.checkpointing))
         else:
-            logprobs_N, entropy_N = chunk_logprobs(actor.decoder, chunk)
+            logprobs_N, entropy_N = models.logprobs(actor.decoder, chunk)
             inputs = replace(inputs, logprobs_N=logprobs_N, entropy_N=entropy_N)
             _note_gap(inputs, logprobs_N.detach(), found)
         _backward(objective, inputs, denominator, found)
         if critic is not None:
             assert critic.head is not None
-            values_N = chunk_values(critic.decoder, critic.head, chunk)
+            values_N = chunk_values(critic.decoder, critic.head, chunk, critic.checkpointing)
             _backward(objective, replace(_inputs(chunk), values_N=values_N), denominator, found)
     return found
 

@@ -24,6 +24,8 @@ from gyre.vram.hostbuffer import HostBuffer
 from gyre.vram.slabs import adopt
 from gyre.vram.virtual import Driver, VirtualMemory, VirtualUsage, is_present
 
+Take = Callable[[str, int], Tensor]  # (name, bytes) → host memory of that size, uint8
+
 ALL_TIERS: tuple[Tier, ...] = ("device", "host", "disk", "none")
 
 
@@ -97,16 +99,21 @@ class StoragePool:
         if left == "none" and self._refill is not None:
             self._refill()
 
-    def copies(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """CPU copies of tensors that lie in the component's storages, read where the bytes are, without a move."""
+    def copies(self, tensors: Mapping[str, Tensor], take: Take | None = None) -> dict[str, Tensor]:
+        """CPU copies of tensors that lie in the component's storages, read where the bytes are, without a move. `take`
+        gives the host memory for them, which is fresh otherwise."""
         assert self.tier != "none", f"{self.name} has no contents"
+        take = take or (lambda name, size_bytes: torch.empty(size_bytes, dtype=torch.uint8))
+        segments = [take(f"{self.name}/{index}", size) for index, size in enumerate(self._sizes)]
         if self.tier == "disk":
             assert self._file is not None
-            segments = [torch.empty(size, dtype=torch.uint8) for size in self._sizes]
             self._file.read(segments)
         else:
             there = self._device_segments() if self.tier == "device" else self._host_segments()
-            segments = [segment.to("cpu", copy=True) for segment in there]
+            for segment, source in zip(segments, there, strict=True):
+                segment.copy_(source, non_blocking=segment.is_pinned())
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
         place = {storage._cdata: index for index, storage in enumerate(self._storages)}
         return {name: _lay_out(t, segments[place[t.untyped_storage()._cdata]]) for name, t in tensors.items()}
 
@@ -278,9 +285,9 @@ class PoolTenant:
         """Forget a component and its bytes."""
         self._pools.pop(name).close()
 
-    def copies(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def copies(self, name: str, tensors: Mapping[str, Tensor], take: Take | None = None) -> dict[str, Tensor]:
         """See StoragePool.copies."""
-        return self._pools[name].copies(tensors)
+        return self._pools[name].copies(tensors, take)
 
     def components(self) -> Sequence[Component]:
         return [pool.component() for pool in self._pools.values()]

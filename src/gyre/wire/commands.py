@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +17,24 @@ from gyre.loop.evaluate import Outcome
 from gyre.observe.events import count_events
 from gyre.planner.explain import explain
 from gyre.runconfig import RunConfig
+from gyre.wire.clusters import Request, plan_shape, plan_stages_for, read_stages
 from gyre.wire.fleet import Fleet
 from gyre.wire.folders import make_run_folder
 from gyre.wire.make import (
     Emit,
     accuracy_part,
+    check_invariant,
     dtype_name,
-    find_spec,
     load_policy,
     make_engine,
     make_judge,
     make_machine,
     make_scorer,
-    make_tokenizer,
     refuse_reward_model,
 )
 from gyre.wire.order import Order, read_order
 from gyre.wire.run import Run
-from gyre.wire.stages import load_stage_data, plan_run, plan_stages, take_held_out
+from gyre.wire.stages import plan_run, take_held_out
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -139,18 +138,24 @@ def plan(config: RunConfig) -> dict[str, Any]:
     """Sizes, batch numbers and memory of each stage, as text and as JSON. Starts nothing; reads data and tokenizer."""
     machine = make_machine(config)
     machine.compute.shutdown()
-    emit: Emit = lambda kind, **fields: None  # noqa: E731  a plan keeps no log
-    with tempfile.TemporaryDirectory() as scratch:
-        tokenizer = make_tokenizer(config, Path(scratch) / "tokenizer", emit)
-    spec = find_spec(config, tokenizer)
+    spec, stages = read_stages(config)
     plans = {}
-    for stage in plan_stages(config, "all"):
-        data = load_stage_data(config, stage, tokenizer, spec.context_tokens, emit)
-        plans[stage.name] = plan_run(
+    for stage, data in stages:
+        made = plan_run(
             config, stage, spec, data, dtype=dtype_name(machine), folder=Path(config.run.folder) / config.run.name
         )
+        check_invariant(config, stage, spec, machine, made.page_tokens)
+        plans[stage.name] = made
     return {
         "text": "\n".join(f"== {name} ==\n\n{explain(made)}" for name, made in plans.items()),
         "stages": {name: json.loads(made.to_json()) for name, made in plans.items()},
         "model": {"family": spec.family, "num_parameters": spec.num_parameters},
     }
+
+
+def plan_for_gpus(config: RunConfig | None, request: Request) -> dict[str, Any]:
+    """The layout of each stage on GPUs that need not be here, with the checklists. Starts nothing."""
+    if config is None:
+        return plan_shape(request)
+    spec, stages = read_stages(config)
+    return plan_stages_for(config, spec, stages, request)

@@ -13,19 +13,18 @@ from gyre.core.records import Phase
 from gyre.core.seeds import derive_seed
 from gyre.engine.native import NativeEngine
 from gyre.models.decoder import Decoder
-from gyre.models.heads import ScalarHead
-from gyre.objectives.config import trains_scores
 from gyre.parallel.group import Group
 from gyre.planner.plan import Plan
 from gyre.runconfig import RunConfig
 from gyre.trainer.native import NativeTrainer
+from gyre.trainer.passes import ChunkLogprobs
 from gyre.vram.config import MemoryConfig
 from gyre.vram.manager import MemoryManager
 from gyre.vram.phases import default_needs
 from gyre.weights.gather import ShardSource
 from gyre.wire.make import Emit, Machine, Policy, load_reward_model, make_engine
 from gyre.wire.order import MAIN
-from gyre.wire.stages import Stage
+from gyre.wire.stages import Stage, trains_invariant
 
 
 class Device:
@@ -37,7 +36,6 @@ class Device:
         self._config, self._plan, self._folder, self._machine, self._emit = config, plan, folder, machine, emit
         self._group = group
         self._manager: MemoryManager | None = None
-        self._trains_scores = False
         self._own_weights = False  # the engine's, beside the trainer's
         self.trainer: NativeTrainer | None = None
         self.engine: NativeEngine | None = None
@@ -53,7 +51,6 @@ class Device:
         reward, reward_model = self._config.rewards.model_part(), None
         if reward is not None and stage.name == MAIN:
             reward_model = load_reward_model(reward.path, self._machine, policy)
-        self._trains_scores = trains_scores(stage.objective)
         self.trainer = NativeTrainer(
             decoder=policy.decoder,
             objective=stage.objective,
@@ -67,8 +64,17 @@ class Device:
             disk_folder=self._disk_folder(),
             group=self._group,
             parallel=self._config.parallel,
+            logprobs=self._logprobs(stage),
         )
         return self.trainer
+
+    def _logprobs(self, stage: Stage) -> ChunkLogprobs | None:
+        """The engine's own kernels in batch-invariant mode, which `check_invariant` has found able."""
+        if not trains_invariant(self._config, stage):
+            return None
+        from gyre.trainer.invariant import InvariantLogprobs  # here, since a CPU has no Triton
+
+        return InvariantLogprobs(page_tokens=self._plan.page_tokens)
 
     async def make_engine(self, policy: Policy, *, own_weights: bool = False) -> NativeEngine:
         """On the trainer's decoder, or with `own_weights` on one that is filled by handovers."""
@@ -110,21 +116,17 @@ class Device:
         if self.trainer is not None:
             await self.trainer.close()
 
-    def take_trained(self, policy: Policy) -> tuple[Policy, ScalarHead | None]:
-        """(policy with the trained weights whole, on every rank; scalar head under objective rm). All ranks call it,
-        before `close`."""
-        trainer = self.trainer
-        assert trainer is not None
-        if not self.cuts_weights:
-            return policy, trainer.trained()[1]
-        assert self._group is not None
+    def whole_policy(self, policy: Policy) -> Policy:
+        """The policy with the trained weights whole, on every rank; all ranks call it, before `close`."""
+        assert self.trainer is not None
+        if self._group is None or not self.cuts_weights:
+            return policy
         decoder = Decoder(policy.spec, device=self._machine.device, dtype=self._machine.dtype)
         with self._group.guard("end of the stage"):
-            _, source = trainer.register()
+            _, source = self.trainer.register()
             assert isinstance(source, ShardSource)
             source.gather_into({name: parameter.detach() for name, parameter in decoder.named_parameters()})
-        head = trainer.trained()[1] if self._trains_scores else None
-        return replace(policy, decoder=decoder), head
+        return replace(policy, decoder=decoder)
 
     def _disk_folder(self) -> Path | None:
         """Inside the run's folder, or for a folder elsewhere a part of it that no other run touches. Ranks do not

@@ -160,7 +160,8 @@ class Spread:
 
     @property
     def _patience_s(self) -> float:
-        return self._settings.call_deadline_s
+        """For calls that write or read a snapshot."""
+        return max(self._settings.call_deadline_s, self._config.snapshot.deadline_s)
 
     def _pool_handles(self) -> list[WorkerHandle]:
         assert self._pool is not None
@@ -244,6 +245,11 @@ async def _all_or_first_error(works: Any) -> list[Any]:
 
 
 def _refuse_unsupported(config: RunConfig) -> None:
+    if config.snapshot.background:
+        raise ConfigError(
+            "snapshot.background = true with cluster.kind = 'ray': workers write their snapshots before they go on",
+            hint="leave snapshot.background out",
+        )
     zero, _ = config.parallel.of("actor")
     if config.cluster.engine_workers and zero >= 2:
         raise ConfigError(

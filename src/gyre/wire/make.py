@@ -22,6 +22,7 @@ from gyre.core.seeds import derive_seed
 from gyre.data.examples import tokenizer_texts
 from gyre.engine.config import EngineConfig
 from gyre.engine.native import NativeEngine
+from gyre.engine.runners import why_not_fused
 from gyre.kernels.allocator import keep_freed_memory
 from gyre.loop.evaluate import Rollouts
 from gyre.loop.ports import TextPort
@@ -37,8 +38,9 @@ from gyre.observe.sinks import TensorBoardSink, WandbSink
 from gyre.planner.plan import Dtype
 from gyre.rewards.contract import check_rewards
 from gyre.rewards.score import RuleScorer
-from gyre.runconfig import RunConfig
+from gyre.runconfig import INVARIANT_HINT, INVARIANT_REFUSAL, RunConfig
 from gyre.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from gyre.wire.stages import Stage, trains_invariant
 
 Emit = Callable[..., None]
 
@@ -148,6 +150,17 @@ def find_spec(config: RunConfig, tokenizer: Tokenizer) -> ModelSpec:
         )
     vocab_size = shape.vocab_size or tokenizer.vocab_size
     return spec_from_shape(shape, vocab_size=vocab_size, bos_id=tokenizer.bos_id, eos_ids=tokenizer.eos_ids)
+
+
+def check_invariant(config: RunConfig, stage: Stage, spec: ModelSpec, machine: Machine, page_tokens: int) -> None:
+    """Refuse batch-invariant training where the trainer cannot run the engine's kernels."""
+    if not trains_invariant(config, stage):
+        return
+    reason = "on a CPU engine and trainer run different kernels"
+    if machine.device.type == "cuda":
+        reason = why_not_fused(spec, machine.dtype, page_tokens)
+    if reason is not None:
+        raise ConfigError(f"{INVARIANT_REFUSAL}: {reason}", hint=INVARIANT_HINT)
 
 
 def load_policy(folder: Path, machine: Machine) -> Policy:

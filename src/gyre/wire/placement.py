@@ -19,6 +19,7 @@ from gyre.models.load import verify_export
 from gyre.planner.plan import Plan
 from gyre.runconfig import RunConfig
 from gyre.text.tokenizer import Tokenizer
+from gyre.trainer.background import BackgroundSnapshots
 from gyre.trainer.native import NativeTrainer
 from gyre.trainer.snapshot import SnapshotStore
 from gyre.wire.device import Device
@@ -77,6 +78,7 @@ class Inline:
         self._policy: Policy | None = None
         self._head: ScalarHead | None = None  # of a reward model, once its stage is done
         self._device: Device | None = None
+        self._snapshots: Snapshots | None = None
 
     async def open(self, tokenizer: Tokenizer) -> Policy:
         self._policy = make_policy(self._config, tokenizer, self._machine)
@@ -90,11 +92,11 @@ class Inline:
             trainer.restore(found)
         engine = await device.make_engine(self._policy) if plan.kv_pages > 0 else None
         device.manage()
-        store = stage_store(self._config, self._folder, stage.name, self._emit)
+        self._snapshots = make_snapshots(self._config, self._folder, stage.name, trainer, self._machine, self._emit)
         return Placed(
             trainer=trainer,
             gate=device,
-            snapshots=Snapshots(store, trainer, self._machine.compute),
+            snapshots=self._snapshots,
             engine=engine,
             lifecycle=engine,
             version=lambda: trainer.version,
@@ -104,9 +106,11 @@ class Inline:
         device, self._device = self._device, None
         if device is None:
             return
-        if device.trainer is not None and self._policy is not None and not failed:
-            self._policy, self._head = device.take_trained(self._policy)
+        if device.trainer is not None and not failed:
+            self._head = device.trainer.head
         await device.close()
+        if self._snapshots is not None:
+            await self._snapshots.finish()
 
     async def export(self, folder: Path, tokenizer_files: Path) -> None:
         assert self._policy is not None
@@ -120,6 +124,17 @@ def stage_store(config: RunConfig, folder: Path, stage: str, emit: Emit) -> Snap
     return SnapshotStore(folder / "snapshots" / stage, keep=config.snapshot.keep, emit=emit)
 
 
+def make_snapshots(
+    config: RunConfig, folder: Path, stage: str, trainer: NativeTrainer, machine: Machine, emit: Emit
+) -> Snapshots:
+    """What writes a stage's snapshots, on the process that writes them."""
+    store, background = stage_store(config, folder, stage, emit), None
+    if config.snapshot.background:
+        pinned = machine.device.type == "cuda"
+        background = BackgroundSnapshots(store, pinned=pinned, deadline_s=config.snapshot.deadline_s, emit=emit)
+    return Snapshots(store, trainer, machine.compute, background)
+
+
 def export_policy(
     policy: Policy, head: ScalarHead | None, folder: Path, machine: Machine, tokenizer_files: Path
 ) -> None:
@@ -130,12 +145,26 @@ def export_policy(
 class Snapshots:
     """SnapshotPort: the trainer's tensors and the loop's state in one folder."""
 
-    def __init__(self, store: SnapshotStore, trainer: NativeTrainer, compute: ThreadPoolExecutor) -> None:
-        self._store, self._trainer, self._compute = store, trainer, compute
+    def __init__(
+        self,
+        store: SnapshotStore,
+        trainer: NativeTrainer,
+        compute: ThreadPoolExecutor,
+        background: BackgroundSnapshots | None,
+    ) -> None:
+        """With `background`, `save` returns when the state is staged, and `finish` when the last one is on disk."""
+        self._store, self._trainer, self._compute, self._background = store, trainer, compute, background
 
     async def save(self, *, step: int, state: Mapping[str, Any], blobs: Mapping[str, bytes]) -> None:
         await asyncio.get_running_loop().run_in_executor(self._compute, self._save, step, state, blobs)
 
+    async def finish(self) -> None:
+        if self._background is not None:
+            await asyncio.get_running_loop().run_in_executor(self._compute, self._background.finish)
+
     def _save(self, step: int, state: Mapping[str, Any], blobs: Mapping[str, bytes]) -> None:
+        if self._background is not None:
+            self._background.save(step, stage=self._trainer.snapshot, state=state, blobs=blobs)
+            return
         own = self._trainer.snapshot()
         self._store.save(step, tensors=own["tensors"], state={"loop": state, "trainer": own["state"]}, blobs=blobs)

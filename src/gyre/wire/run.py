@@ -34,6 +34,7 @@ from gyre.wire.make import (
     Facts,
     Policy,
     accuracy_part,
+    check_invariant,
     dtype_name,
     find_reward_model,
     make_machine,
@@ -196,6 +197,7 @@ class Run:
             config = config.model_copy(update={"engine": config.engine.model_copy(update={"num_pages": pages})})
         dtype = dtype_name(self._machine)
         plan = plan_run(config, stage, policy.spec, data, dtype=dtype, folder=self._folder, share=self._placement.share)
+        check_invariant(config, stage, policy.spec, self._machine, plan.page_tokens)
         aside = path.with_suffix(".partial")
         aside.write_text(plan.to_json(), encoding="utf-8")
         aside.replace(path)

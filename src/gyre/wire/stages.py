@@ -6,7 +6,7 @@ Callers: wire.run, wire.stage, wire.commands.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,6 +31,7 @@ from gyre.objectives.config import (
 from gyre.planner.decide import make_plan
 from gyre.planner.hardware import read_hardware
 from gyre.planner.plan import Dtype, Hardware, ModelNumbers, Plan, PlanInputs
+from gyre.planner.shapes import model_numbers
 from gyre.runconfig import RunConfig
 from gyre.text.tokenizer import Tokenizer
 from gyre.trainer.config import TrainerConfig
@@ -74,6 +75,7 @@ def plan_stages(config: RunConfig, wanted: str) -> list[Stage]:
             warmup_steps=cold.warmup_steps,
             final_learning_rate_fraction=0.1,
             tokens_per_chunk=config.trainer.tokens_per_chunk,
+            checkpointing=config.trainer.checkpointing,
         ),
         data=config.cold_start_data or config.data,
         records_per_step=cold.examples_per_step,
@@ -85,6 +87,11 @@ def uses_engine(config: RunConfig, objective: AnyObjective) -> bool:
     """Online objectives generate to learn; the others generate only to be judged by rewards."""
     judged = bool(config.eval.num_problems and config.rewards.parts) and not trains_scores(objective)
     return needs_rollouts(objective) or judged
+
+
+def trains_invariant(config: RunConfig, stage: Stage) -> bool:
+    """Whether the trainer must give the engine's log-probs to the bit."""
+    return config.engine.batch_invariant and needs_rollouts(stage.objective)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,10 +185,19 @@ def plan_run(
 ) -> Plan:
     """Decide what the config left open, for one stage. After it nothing is "auto". `share` devices share this machine,
     and the plan is for each of them."""
+    disk = folder / config.memory.disk_folder if config.memory.disk_folder else None
+    inputs = read_inputs(config, stage, model_numbers(spec), data, dtype=dtype)
+    return make_plan(inputs, cut_hardware(read_hardware(disk), share))
+
+
+def read_inputs(
+    config: RunConfig, stage: Stage, model: ModelNumbers, data: StageData, *, dtype: Dtype | None
+) -> PlanInputs:
+    """What one stage asks of the planner."""
     online, with_engine = needs_rollouts(stage.objective), stage.name == MAIN and uses_engine(config, stage.objective)
-    memory, disk = config.memory, folder / config.memory.disk_folder if config.memory.disk_folder else None
-    inputs = PlanInputs(
-        model=model_numbers(spec),
+    memory = config.memory
+    return PlanInputs(
+        model=model,
         objective=stage.objective.kind,
         online=with_engine,
         prompts_per_step=stage.records_per_step,
@@ -190,25 +206,26 @@ def plan_run(
         max_completion_tokens=config.rollout.max_tokens if online else 0,
         sequences_per_update=stage.trainer.sequences_per_update or None,
         tokens_per_chunk=stage.trainer.tokens_per_chunk,
+        checkpointing=stage.trainer.checkpointing,
         epochs_per_batch=stage.trainer.epochs_per_batch,
         critic=needs_critic(stage.objective),
         reference=needs_reference(stage.objective) and stage.trainer.reference == "initial",
-        reward_model=model_numbers(spec) if config.rewards.model_part() and stage.name == MAIN else None,
+        reward_model=model if config.rewards.model_part() and stage.name == MAIN else None,
         device=None if config.run.device == "auto" else config.run.device,
         dtype=dtype,
         threads=config.run.threads or None,
         page_tokens=config.engine.page_tokens or None,
         kv_pages=config.engine.num_pages or None,
+        kv_host_bytes=config.engine.kv_host_bytes,
         max_running=config.engine.max_running,
         engine_tokens_per_step=config.engine.token_budget,
         residency=None if memory.residency == "auto" else memory.residency,
         device_budget_bytes=None if memory.device_budget_bytes == "auto" else memory.device_budget_bytes,
         host_budget_bytes=None if memory.host_budget_bytes == "auto" else memory.host_budget_bytes,
         disk_budget_bytes=None if memory.disk_budget_bytes == "auto" else memory.disk_budget_bytes,
-        disk_tier=disk is not None,
+        disk_tier=bool(memory.disk_folder),
         leave=memory.leave,
     )
-    return make_plan(inputs, cut_hardware(read_hardware(disk), share))
 
 
 def cut_hardware(hardware: Hardware, share: int) -> Hardware:
@@ -221,11 +238,6 @@ def cut_hardware(hardware: Hardware, share: int) -> Hardware:
         disk_free_bytes=hardware.disk_free_bytes // share,
         cores=max(1, hardware.cores // share),
     )
-
-
-def model_numbers(spec: ModelSpec) -> ModelNumbers:
-    names = [field.name for field in fields(ModelNumbers)]
-    return ModelNumbers(**{name: getattr(spec, name) for name in names})
 
 
 def _sequences_per_record(config: RunConfig, stage: Stage) -> int:

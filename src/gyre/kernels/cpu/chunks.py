@@ -1,6 +1,6 @@
 """Chunks: the C kernels of the trainer, on tensors. In: rows of a packed chunk on a CPU. Out: new tensors.
-Callers: kernels.norm, heads, silu, attention, logprobs, each of which does the same by torch where `kernels_for` says
-None: on a GPU, in float64, at widths that are no whole vectors, without a compiler.
+Callers: kernels.attention, and kernels.choose for norm, heads, silu, logprobs. Each of these does the same by torch
+where `chunks_for` says None: in float64, at widths that are no whole vectors, without a compiler.
 """
 
 # T tokens, E features of a row, R = (H + 2K)·D rows of qkv, J = H + K heads that turn, M mlp size, V vocabulary,
@@ -43,7 +43,7 @@ class CAttention(ctypes.Structure):
     ]
 
 
-def kernels_for(tensor: Tensor, *widths: int, unit: int = LANES) -> ChunkKernels | None:
+def chunks_for(tensor: Tensor, *widths: int, unit: int = LANES) -> ChunkKernels | None:
     """The kernels for rows like these, whose widths must be whole vectors; None where torch does the work."""
     if tensor.device.type != "cpu" or tensor.dtype not in DTYPES or any(width % unit for width in widths):
         return None
@@ -141,10 +141,11 @@ class ChunkKernels:
         self._call("gyre_silu", tokens, width, gate_up_T2M, product_TM)
         return product_TM
 
-    def silu_backward(self, grad_TM: Tensor, gate_up_T2M: Tensor) -> Tensor:
+    def silu_backward(self, grad_TM: Tensor, gate_up_T2M: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient of gate_up. It does not make the product again."""
         grad_gate_up_T2M, grad_TM = torch.empty_like(gate_up_T2M), grad_TM.contiguous()
         self._call("gyre_silu_backward", *grad_TM.shape, grad_TM, gate_up_T2M, grad_gate_up_T2M)
-        return grad_gate_up_T2M
+        return grad_gate_up_T2M, None
 
     def logprobs(self, logits_NV: Tensor, temperature_N: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the targets' log-probs, entropies, and log Σ exp of each row."""

@@ -1,6 +1,6 @@
-"""FlashAttention-4 for prompt chunks, where the package flash-attn-4 is installed. In: queries, a layer's pages, a
-block table. Out: attended heads. Callers: engine.gpu_attention, bench. It reads pages fastest when they are its key
-tiles.
+"""FlashAttention-4, where the package flash-attn-4 is installed. For prompt chunks: queries, a layer's pages and a
+block table in, attended heads out; it reads pages fastest when they are its key tiles. For training: packed sequences
+in, attended heads out, under autograd. Callers: engine.gpu_attention, kernels.flash, bench.
 """
 
 # T tokens, C chunks, H heads, K kv heads, D head dim, P pages per row
@@ -14,14 +14,24 @@ from torch import Tensor
 
 PAGE_TOKENS = 128  # the kernel's key tile at head dims up to 128
 HEAD_DIMS = (64, 128)
+TRAINING_CAPABILITIES = (9, 10)  # major compute capabilities whose backward kernels we know
 
 # (q_THD, pages, table_CP, bounds_C1, lengths_C, longest_chunk) → out_THD
 Flash4 = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int], Tensor]
 
+# (q_THD, k_TKD, v_TKD, offsets, longest sequence) → out_THD, under autograd
+TrainingFlash4 = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
+
+
+def is_installed() -> bool:
+    return (
+        importlib.util.find_spec("flash_attn") is not None and importlib.util.find_spec("flash_attn.cute") is not None
+    )
+
 
 def find_flash4() -> Flash4 | None:
     """Return the kernel, or None where it is not installed. It compiles on its first call."""
-    if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:
+    if not is_installed():
         return None
     from flash_attn.cute import flash_attn_varlen_func  # an optional package
 
@@ -40,5 +50,25 @@ def find_flash4() -> Flash4 | None:
             causal=True,
         )
         return result[0] if isinstance(result, tuple) else result
+
+    return attend
+
+
+def make_training_flash4() -> TrainingFlash4:
+    """Return causal attention of packed sequences, each to itself. It compiles on its first call."""
+    from flash_attn.cute import flash_attn_varlen_func  # an optional package
+
+    def attend(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, offsets: Tensor, longest: int) -> Tensor:
+        found = flash_attn_varlen_func(
+            q_THD,
+            k_TKD,
+            v_TKD,
+            cu_seqlens_q=offsets,
+            cu_seqlens_k=offsets,
+            max_seqlen_q=longest,
+            max_seqlen_k=longest,
+            causal=True,
+        )
+        return found[0] if isinstance(found, tuple) else found
 
     return attend

@@ -33,6 +33,31 @@ def _rms_norm(x_ptr, weight_ptr, out_ptr, eps, E: tl.constexpr, BLOCK: tl.conste
     tl.store(out_ptr + first + offs, (normed * weight).to(x.dtype), mask=inside)
 
 
+def add_rms_norm(x_TE: Tensor, y_TE: Tensor, weight_E: Tensor, eps: float, out_TE: Tensor) -> None:
+    """x += y, in place; out = norm of that."""
+    width = x_TE.shape[1]
+    block = triton.next_power_of_2(width)
+    _add_rms_norm[(len(x_TE),)](
+        x_TE, y_TE, weight_E, out_TE, eps, E=width, BLOCK=block, num_warps=8 if block > 2048 else 4
+    )
+
+
+@triton.jit
+def _add_rms_norm(x_ptr, y_ptr, weight_ptr, out_ptr, eps, E: tl.constexpr, BLOCK: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    inside = offs < E
+    first = tl.program_id(0).to(tl.int64) * E
+    x = tl.load(x_ptr + first + offs, mask=inside, other=0.0)
+    y = tl.load(y_ptr + first + offs, mask=inside, other=0.0)
+    summed = (x.to(tl.float32) + y.to(tl.float32)).to(x.dtype)
+    tl.store(x_ptr + first + offs, summed, mask=inside)
+    wide = summed.to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(wide * wide, 0) / E + eps)
+    normed = (wide * rstd).to(x.dtype).to(tl.float32)
+    weight = tl.load(weight_ptr + offs, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + first + offs, (normed * weight).to(x.dtype), mask=inside)
+
+
 def silu_mul(gate_up_T2M: Tensor, out_TM: Tensor) -> None:
     num_tokens, width = out_TM.shape
     _silu_mul[(num_tokens, triton.cdiv(width, 1024))](gate_up_T2M, out_TM, M=width, BLOCK=1024, num_warps=4)

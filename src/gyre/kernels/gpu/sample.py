@@ -1,9 +1,10 @@
 """Sampling without truncation in Triton: one token per row by inverse CDF, read from the logits once. In: logits,
-inverse temperatures, uniforms. Out: tokens and their log-probs, plain and after temperature. Caller: engine.gpu.
-Oracle: engine.sampler.choose.
+inverse temperatures, uniforms. Out: tokens and their log-probs, plain and after temperature; log-probs of given tokens
+to the same bits. Callers: engine.gpu_runner, trainer.invariant. Oracle: engine.sampler.choose.
 
 Blocks of the vocabulary leave their maximum and their sums of exponentials; then one program per row finds the block
-in float64 and the token within it. Blocks are fixed, so a row's token does not depend on the rows beside it.
+in float64 and the token within it. Blocks are fixed, so a row's token does not depend on the rows beside it. What a row
+is normalised by comes from that one program for a given token too: a kernel of its own might add in another order.
 """
 
 # N rows of logits, R rows of the engine, V vocabulary, S blocks of the vocabulary
@@ -22,19 +23,24 @@ BLOCK_TOKENS = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SampleScratch:
-    """What the blocks leave."""
+    """What the blocks leave, and what a row is normalised by."""
 
     best_NS: Tensor  # float32
     where_NS: Tensor  # int32, the first best token
     sum_NS: Tensor  # float32, after temperature
     raw_sum_NS: Tensor  # float32
+    best_N: Tensor  # float32, of the whole row; with the next one only written where the temperature is above 0
+    log_total_N: Tensor  # float32, log of the sum of exponentials of what lies below the best, after temperature
 
     @staticmethod
     def make(num_rows: int, vocab_size: int, device: torch.device) -> SampleScratch:
         shape = (num_rows, triton.cdiv(vocab_size, BLOCK_TOKENS))
         best, total, raw = (torch.empty(shape, device=device, dtype=torch.float32) for _ in range(3))
         where = torch.empty(shape, device=device, dtype=torch.int32)
-        return SampleScratch(best_NS=best, where_NS=where, sum_NS=total, raw_sum_NS=raw)
+        best_N, log_total_N = (torch.empty(num_rows, device=device, dtype=torch.float32) for _ in range(2))
+        return SampleScratch(
+            best_NS=best, where_NS=where, sum_NS=total, raw_sum_NS=raw, best_N=best_N, log_total_N=log_total_N
+        )
 
 
 def sample(
@@ -59,10 +65,50 @@ def sample(
     )  # fmt: skip
     _choose[(num_rows,)](
         logits_NV, inverse_temperature_N, uniform_N,
-        scratch.best_NS, scratch.where_NS, scratch.sum_NS, scratch.raw_sum_NS,
+        scratch.best_NS, scratch.where_NS, scratch.sum_NS, scratch.raw_sum_NS, scratch.best_N, scratch.log_total_N,
         row_N, last_R, token_N, logprobs_2N, logprobs_2N.stride(0),
         V=vocab_size, S=blocks, SP=triton.next_power_of_2(blocks), BLOCK=BLOCK_TOKENS, num_warps=4,
     )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Given:
+    """Log-probs of given tokens, and what they were normalised by. Float32."""
+
+    logprobs_N: Tensor
+    best_N: Tensor  # largest logit, before temperature
+    log_total_N: Tensor  # (logit - best) / temperature - log_total is a token's log-prob
+
+
+def given_logprobs(logits_NV: Tensor, inverse_temperature_N: Tensor, target_N: Tensor) -> Given:
+    """Return what `sample` says of a token that it chooses, for tokens that are given. Temperatures are above 0."""
+    (num_rows, vocab_size), device = logits_NV.shape, logits_NV.device
+    scratch = SampleScratch.make(num_rows, vocab_size, device)
+    nothing_2N = torch.zeros(2, num_rows, device=device)
+    token_N, last_1 = (torch.zeros(count, dtype=torch.int32, device=device) for count in (num_rows, 1))
+    uniform_N = torch.zeros(num_rows, dtype=torch.float64, device=device)
+    row_N = torch.zeros(num_rows, dtype=torch.int32, device=device)
+    sample(logits_NV, inverse_temperature_N, uniform_N, scratch, row_N, last_1, token_N, nothing_2N)
+    logprobs_N = torch.empty(num_rows, device=device, dtype=torch.float32)
+    _look_up[(num_rows,)](
+        logits_NV, inverse_temperature_N, target_N, scratch.best_N, scratch.log_total_N, logprobs_N, V=vocab_size,
+        num_warps=1,
+    )  # fmt: skip
+    return Given(logprobs_N=logprobs_N, best_N=scratch.best_N, log_total_N=scratch.log_total_N)
+
+
+@triton.jit
+def _logprob_of(logit, best, inverse, log_total):
+    """One rounding for product and difference, said here, so that no compiler chooses."""
+    return tl.fma(logit - best, inverse, -log_total)
+
+
+@triton.jit
+def _look_up(logits_ptr, inverse_ptr, target_ptr, best_ptr, log_total_ptr, logprob_ptr, V: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    logit = tl.load(logits_ptr + row * V + tl.load(target_ptr + row)).to(tl.float32)
+    inverse, best, log_total = tl.load(inverse_ptr + row), tl.load(best_ptr + row), tl.load(log_total_ptr + row)
+    tl.store(logprob_ptr + row, _logprob_of(logit, best, inverse, log_total))
 
 
 @triton.jit
@@ -84,8 +130,9 @@ def _scan_blocks(
 
 @triton.jit
 def _choose(
-    logits_ptr, inverse_ptr, uniform_ptr, best_ptr, where_ptr, sum_ptr, raw_ptr, row_ptr, last_ptr, token_ptr,
-    logprob_ptr, logprob_stride, V: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, BLOCK: tl.constexpr,
+    logits_ptr, inverse_ptr, uniform_ptr, best_ptr, where_ptr, sum_ptr, raw_ptr, row_best_ptr, log_total_ptr,
+    row_ptr, last_ptr, token_ptr, logprob_ptr, logprob_stride,
+    V: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     offs_s = tl.arange(0, SP)
@@ -118,7 +165,10 @@ def _choose(
         inner = tl.minimum(tl.sum((tl.cumsum(weights, 0) <= rest).to(tl.int32), 0), last)
         token = block * BLOCK + inner
         chosen = tl.load(logits_ptr + row * V + token).to(tl.float32)
-        logprob = (chosen - best) * inverse - tl.log(total).to(tl.float32)
+        log_total = tl.log(total).to(tl.float32)
+        tl.store(row_best_ptr + row, best)
+        tl.store(log_total_ptr + row, log_total)
+        logprob = _logprob_of(chosen, best, inverse, log_total)
     chosen = tl.load(logits_ptr + row * V + token).to(tl.float32)
     tl.store(token_ptr + row, token)
     tl.store(last_ptr + tl.load(row_ptr + row), token)

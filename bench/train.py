@@ -1,0 +1,223 @@
+"""How fast one GPU trains: a real step (forward, loss head, backward, clip, AdamW) over packed sequences. In: a CUDA
+device. Out: tokens/s, model FLOPs used (MFU), peak memory, time by part.
+Run: python bench/train.py --shape 8b --record.
+
+A shape is a Qwen3 of public size with random weights; `--layers` cuts it to what the device holds. The step is the
+trainer's own code: chunk, `collect_gradients`, `grad_norm`, `update`. The layers alone, forward and backward from a
+random gradient, are timed too: they are what scales to the whole model.
+
+MFU = model FLOPs / seconds / 989e12 (dense BF16 of an H100 or H200 by its data sheet). Model FLOPs: 6 per token and
+weight of a matrix (the embedding is a look-up), and causal attention at half: 6 · L² · H · D per sequence of L tokens
+and layer. What checkpointing makes again does not count. The limit is what matrix products reach here, 794e12.
+"""
+
+# T tokens, E hidden size, N targets
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, get_args
+
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from engine import COMMON, SHAPES, fill_dummy
+from gyre.core.records import Checkpointing, TrainSequence
+from gyre.kernels import flash
+from gyre.kernels.attention import varlen_attention
+from gyre.kernels.choose import why_torch
+from gyre.kernels.rope import rope_tables
+from gyre.models.decoder import Decoder, Layer
+from gyre.models.spec import ModelSpec
+from gyre.objectives.config import SftConfig
+from gyre.parallel.config import ParallelConfig
+from gyre.parallel.group import alone
+from gyre.parallel.mesh import Splitter
+from gyre.trainer.chunk import Chunk, build_chunk
+from gyre.trainer.config import TrainerConfig
+from gyre.trainer.learner import Learner
+from gyre.trainer.passes import chunk_logprobs
+from gyre.trainer.update import Models, collect_gradients
+from record import parser, say
+
+PEAK_FLOPS, MATMUL_FLOPS = 989e12, 794e12  # data sheet; measured on an H200
+SPECS = SHAPES | {
+    "4b": ModelSpec(hidden_size=2560, num_layers=36, num_heads=32, mlp_size=9728, tied=True, **COMMON),
+}
+LAYERS = {"0.6b": 28, "4b": 36, "8b": 16}  # what fits 139 GiB with optimiser state and 8 k tokens
+TITAN = "torchtitan 0.2.2, whole step on 8 H200, compiled, attention at half"
+PEERS = {("8b", "none"): 0.507, ("8b", "selective"): 0.469}  # 9,515 and 8,808 tokens/s per GPU
+WARM_UP = 3
+PARTS = {  # of kernel names; the first that fits counts
+    "attention": ("flash", "fmha", "attn"),
+    "products": ("nvjet", "gemm", "cutlass", "cublas", "splitk"),
+    "adamw": ("_adamw",),
+    "loss head": ("_statistics", "_gradient"),
+    "norm": ("_norm",),
+    "heads": ("_heads",),
+    "silu": ("_silu",),
+    "gradients into float32": ("CUDAFunctor_add", "add_"),
+    "copies": ("copy", "Memcpy", "Memset", "fill"),
+}
+
+
+def main() -> None:
+    options = parser(__doc__ or "")
+    options.add_argument("--shape", choices=tuple(SPECS), default="8b")
+    options.add_argument("--layers", type=int, default=0, help="0: as many as fit one H200 with optimiser state")
+    options.add_argument("--tokens", type=int, default=8192)
+    options.add_argument("--sequences", type=int, default=1, help="the tokens are cut into so many, of like length")
+    options.add_argument("--checkpointing", choices=get_args(Checkpointing), default="none")
+    options.add_argument("--steps", type=int, default=10)
+    options.add_argument("--profile", action="store_true", help="print the profiler's table of one step")
+    args = options.parse_args()
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    spec = replace(SPECS[args.shape], num_layers=args.layers or LAYERS[args.shape])
+    found = measure(spec, args, device)
+    name = f"train_{args.shape.replace('.', '_')}"
+    name += "" if args.checkpointing == "none" else f"_{args.checkpointing}"
+    peer, group = PEERS.get((args.shape, args.checkpointing)), spec.num_heads // spec.num_kv_heads
+    say(
+        args,
+        name=name,
+        unit="MFU of the whole step",
+        ours=found.pop("mfu"),
+        peer=None if peer is None else {"name": TITAN, "value": peer},
+        limit=MATMUL_FLOPS / PEAK_FLOPS,
+        settings={
+            "layers": spec.num_layers, "tokens": args.tokens, "sequences": args.sequences, "dtype": "bfloat16",
+            "checkpointing": args.checkpointing, "device": torch.cuda.get_device_name(),
+            "attention": flash.choice(device, torch.bfloat16, group, spec.head_dim),
+            "without_kernels": why_torch(device, torch.bfloat16),
+        },
+        detail=found,
+    )  # fmt: skip
+
+
+def measure(spec: ModelSpec, args: Any, device: torch.device) -> dict[str, Any]:
+    decoder = Decoder(spec, device=device, dtype=torch.bfloat16)
+    fill_dummy(decoder)
+    config = TrainerConfig(checkpointing=args.checkpointing, learning_rate=1e-6, tokens_per_chunk=args.tokens)
+    split = Splitter(alone(device), ParallelConfig()).split("actor")
+    logprobs = functools.partial(chunk_logprobs, checkpointing=config.checkpointing)
+    models = Models(actor=Learner("actor", decoder, None, config, split), logprobs=logprobs)
+    chunk = make_chunk(spec, args.tokens, args.sequences, device)
+    targets = len(chunk.targets_N)
+    optimizer = models.actor.optimizer
+
+    def gradients() -> None:
+        collect_gradients(models, SftConfig(), [chunk], targets)
+
+    def update() -> None:
+        norm = optimizer.grad_norm()
+        optimizer.update(learning_rate=1e-6, grad_scale=1.0 / norm if norm > 1.0 else 1.0)
+
+    def step() -> None:
+        gradients()
+        update()
+
+    step_s = median_s(step, args.steps)
+    gradients_s = median_s(gradients, args.steps)
+    optimizer.zero_grad()
+    held = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device)
+    parts, kernels_s = by_part(step, table=args.profile)
+    layers_s = median_s(layers_alone(decoder, chunk, args.checkpointing), args.steps)
+    whole, of_layers = model_flops(spec, chunk), model_flops(spec, chunk, head=False)
+    return {
+        "mfu": whole / step_s / PEAK_FLOPS,
+        "tokens_per_s": round(args.tokens / step_s),
+        "step_ms": round(step_s * 1e3, 2),
+        "forward_backward_ms": round(gradients_s * 1e3, 2),
+        "forward_backward_mfu": round(whole / gradients_s / PEAK_FLOPS, 4),
+        "layers_ms": round(layers_s * 1e3, 2),
+        "layers_mfu": round(of_layers / layers_s / PEAK_FLOPS, 4),
+        "peak_gib": round(peak / 2**30, 2),
+        "activations_gib": round((peak - held) / 2**30, 2),
+        "parts_ms": parts,
+        "kernels_ms": round(kernels_s * 1e3, 2),
+    }
+
+
+def make_chunk(spec: ModelSpec, tokens: int, sequences: int, device: torch.device) -> Chunk:
+    """Random tokens; every one but a sequence's first is a target."""
+    rng = np.random.default_rng(0)
+    made = []
+    for ids in np.array_split(rng.integers(0, spec.vocab_size, tokens).astype(np.int32), sequences):
+        made.append(TrainSequence(tokens=ids, columns={"loss_mask": np.arange(len(ids)) > 0}))
+    return build_chunk(made, range(len(made)), pairwise=False, vocab_size=spec.vocab_size, device=device)
+
+
+def layers_alone(decoder: Decoder, chunk: Chunk, checkpointing: Checkpointing) -> Callable[[], None]:
+    """Forward and backward of the layers, with gradients into the float32 buffer, without embedding and head."""
+    shape = chunk.layout.num_tokens, decoder.spec.hidden_size
+    x_TE, grad_TE = (torch.randn(shape, device=decoder.device).to(decoder.dtype) for _ in range(2))
+    tables = rope_tables(chunk.layout.positions_T, decoder.inv_freq_F, decoder.dtype)
+
+    def attend(_: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
+        return varlen_attention(q_THD, k_TKD, v_TKD, chunk.layout)
+
+    def run() -> None:
+        stream_TE = x_TE.detach().requires_grad_()
+        for index, layer in enumerate(decoder.layers):
+            assert isinstance(layer, Layer)
+            lean = functools.partial(layer, lean=checkpointing == "selective")
+            through = layer.replayed if checkpointing == "full" else lean
+            stream_TE = through(index, stream_TE, *tables, attend, None)
+        stream_TE.backward(grad_TE)
+
+    return run
+
+
+def model_flops(spec: ModelSpec, chunk: Chunk, *, head: bool = True) -> float:
+    """Of one forward and backward pass over the chunk."""
+    shapes = spec.parameter_shapes()
+    matrices = sum(math.prod(s) for name, s in shapes.items() if len(s) == 2 and name.startswith("layers."))
+    attention = sum(6 * length**2 for length in chunk.layout.lengths) * spec.num_heads * spec.head_dim * spec.num_layers
+    logits = 6 * spec.vocab_size * spec.hidden_size * len(chunk.targets_N) if head else 0
+    return 6 * matrices * chunk.layout.num_tokens + attention + logits
+
+
+def median_s(run: Callable[[], None], count: int) -> float:
+    """Device seconds of one run."""
+    for _ in range(WARM_UP):
+        run()
+    times = []
+    for _ in range(count):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(times)
+
+
+def by_part(run: Callable[[], None], *, table: bool) -> tuple[dict[str, float], float]:
+    """Milliseconds of kernels by part of the step, and seconds of all of them."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        run()
+        torch.cuda.synchronize()
+    averages = profiled.key_averages()
+    if table:
+        print(averages.table(sort_by="self_device_time_total", row_limit=40, max_name_column_width=90))
+    parts: dict[str, float] = {}
+    for event in averages:
+        if event.device_type != torch.autograd.DeviceType.CUDA:
+            continue
+        name = next((part for part, words in PARTS.items() if any(word in event.key for word in words)), "other")
+        parts[name] = parts.get(name, 0.0) + event.self_device_time_total / 1e3
+    return {name: round(ms, 2) for name, ms in sorted(parts.items(), key=lambda p: -p[1])}, sum(parts.values()) / 1e3
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Choose: whose kernels do the work between matrix products. In: a tensor, the widths of its rows. Out: the C kernels
+on a CPU, the Triton kernels on a CUDA device, or None: then the caller's own torch operations, the oracle of both.
+Callers: kernels.norm, heads, silu, logprobs; trainer.optim; trainer.native, which says why when it is None.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from gyre.kernels.cpu.build import Unavailable
+from gyre.kernels.cpu.chunks import ChunkKernels, chunks_for, load_chunks
+
+if TYPE_CHECKING:
+    from gyre.kernels.gpu.training import TrainingKernels
+
+WHOLE_HEAD = 32  # of these features each half of a head is whole vectors
+CUDA_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def kernels_for(tensor: Tensor, *widths: int, head_dim: int = WHOLE_HEAD) -> ChunkKernels | TrainingKernels | None:
+    """The kernels for rows like these. On a CPU widths must be whole vectors, on a GPU a head a power of two."""
+    if head_dim % WHOLE_HEAD:
+        return None
+    if tensor.device.type == "cpu":
+        return chunks_for(tensor, *widths)
+    if tensor.device.type != "cuda" or tensor.dtype not in CUDA_DTYPES or head_dim & (head_dim - 1):
+        return None
+    found = load_triton()
+    return None if isinstance(found, Unavailable) else found
+
+
+@functools.cache
+def load_triton() -> TrainingKernels | Unavailable:
+    try:
+        from gyre.kernels.gpu.training import TrainingKernels  # imports Triton, which a CPU has no use for
+    except ImportError as error:
+        return Unavailable(reason=f"Triton cannot be imported: {error}")
+    return TrainingKernels()
+
+
+def load_adamw() -> Callable[..., None] | None:
+    """AdamW over flat buffers on a CUDA device, where Triton is."""
+    if isinstance(load_triton(), Unavailable):
+        return None
+    from gyre.kernels.gpu.adamw import adamw  # imports Triton
+
+    return adamw
+
+
+def why_torch(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why a trainer of this type on this device works by torch operations alone; None when it has kernels."""
+    if device.type == "cuda":
+        found = load_triton() if dtype in CUDA_DTYPES else Unavailable(reason=f"there are none for {dtype} on CUDA")
+    else:
+        found = load_chunks(dtype)
+    return found.reason if isinstance(found, Unavailable) else None

@@ -1,0 +1,303 @@
+"""Everything between the matrix products of a training pass, in Triton: norm, per-head norm + rotation, gated
+activation, each forward and backward. In: BF16 or FP16 rows. Out: new tensors of that type. Callers: kernels.norm,
+heads, silu, through kernels.choose. Oracles: the torch code beside each call.
+
+Arithmetic is float32. The forward kernels round where torch's operations would, the backward ones only at the end.
+Every kernel reads and writes each row once. Gradients of norm weights are sums per program, then one sum over programs:
+no atomics, so a gradient depends on shapes and the device alone.
+"""
+
+# N rows, E features of a row, T tokens, H heads, K kv heads, J = H + K heads that turn, R = (H + 2K)·D rows of qkv,
+# D head dim, F = D / 2, G heads of a group, M mlp size, P programs
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gyre.kernels.gpu.token_logprobs import block_statistics, logits_gradient
+
+DTYPES = (torch.bfloat16, torch.float16)
+PROGRAMS_PER_SM = 4  # of the kernels that walk over rows with sums of their own
+TILE_ROWS = 16  # head rows of a tile: each of 128 threads then loads 16 bytes per half of a head of 128
+SILU_BLOCK = 2048
+
+
+class TrainingKernels:
+    """The same calls as ChunkKernels of kernels.cpu, for CUDA tensors."""
+
+    @staticmethod
+    def norm(x_NE: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Return the normed rows and rstd with a last axis of 1."""
+        x_NE, width = x_NE.contiguous(), x_NE.shape[-1]
+        y_NE = torch.empty_like(x_NE)
+        rstd_N1 = torch.empty(*x_NE.shape[:-1], 1, dtype=torch.float32, device=x_NE.device)
+        if rows := rstd_N1.numel():
+            block = triton.next_power_of_2(width)
+            _norm[(rows,)](
+                x_NE, weight_E.contiguous(), y_NE, rstd_N1, eps, E=width, BLOCK=block, num_warps=row_warps(block)
+            )
+        return y_NE, rstd_N1
+
+    @staticmethod
+    def norm_backward(
+        grad_NE: Tensor, x_NE: Tensor, rstd_N1: Tensor, weight_E: Tensor, through_NE: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradients of x (plus through_NE) and of the weight."""
+        grad_NE, x_NE, width = grad_NE.contiguous(), x_NE.contiguous(), x_NE.shape[-1]
+        grad_x_NE, rows = torch.empty_like(x_NE), rstd_N1.numel()
+        if rows == 0:
+            return grad_x_NE, torch.zeros_like(weight_E)
+        programs = min(rows, PROGRAMS_PER_SM * multiprocessors(x_NE.device))
+        partial_PE = torch.empty(programs, width, dtype=torch.float32, device=x_NE.device)
+        block = triton.next_power_of_2(width)
+        _norm_backward[(programs,)](
+            grad_NE, x_NE, weight_E.contiguous(), rstd_N1.contiguous(),
+            grad_NE if through_NE is None else through_NE.contiguous(), grad_x_NE, partial_PE, rows,
+            E=width, BLOCK=block, THROUGH=through_NE is not None, num_warps=row_warps(block),
+        )  # fmt: skip
+        return grad_x_NE, partial_PE.sum(0).to(weight_E.dtype)
+
+    @staticmethod
+    def heads(
+        qkv_TR: Tensor, q_norm_D: Tensor | None, k_norm_D: Tensor | None, cos_T1D: Tensor, sin_T1D: Tensor,
+        heads: tuple[int, int], eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+        """Return q_THD and k_TKD, normed and turned, and rstd_TJ1."""
+        tokens, dim, (num_heads, num_kv) = len(qkv_TR), cos_T1D.shape[-1], heads
+        q_THD, k_TKD = (qkv_TR.new_empty(tokens, count, dim) for count in heads)
+        norms = q_norm_D is not None and k_norm_D is not None
+        rstd_TJ1 = qkv_TR.new_empty(tokens, num_heads + num_kv, 1, dtype=torch.float32) if norms else None
+        if tokens:
+            group, tile = head_tile(heads, dim)
+            _heads[(triton.cdiv(tokens, tile), (num_heads + num_kv) // group)](
+                qkv_TR.contiguous(), q_norm_D if norms else qkv_TR, k_norm_D if norms else qkv_TR,
+                cos_T1D.contiguous(), sin_T1D.contiguous(), q_THD, k_TKD, rstd_TJ1 if norms else qkv_TR, tokens, eps,
+                H=num_heads, K=num_kv, G=group, D=dim, TILE=tile, NORM=norms, num_warps=4,
+            )  # fmt: skip
+        return q_THD, k_TKD, rstd_TJ1
+
+    @staticmethod
+    def heads_backward(
+        grads: tuple[Tensor, Tensor, Tensor], qkv_TR: Tensor, rstd_TJ1: Tensor | None, q_norm_D: Tensor | None,
+        k_norm_D: Tensor | None, cos_T1D: Tensor, sin_T1D: Tensor, heads: tuple[int, int],
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+        """Return the gradients of qkv and of both norm weights."""
+        tokens, dim, (num_heads, num_kv) = len(qkv_TR), cos_T1D.shape[-1], heads
+        norms = rstd_TJ1 is not None and q_norm_D is not None and k_norm_D is not None
+        group, tile = head_tile(heads, dim)
+        groups, grad_qkv_TR = (num_heads + 2 * num_kv) // group, qkv_TR.new_empty(qkv_TR.shape)
+        enough = triton.cdiv(2 * PROGRAMS_PER_SM * multiprocessors(qkv_TR.device), groups)
+        programs = min(triton.cdiv(tokens, tile), enough)
+        partial_PD = torch.empty(groups, programs, dim, dtype=torch.float32, device=qkv_TR.device)
+        if tokens:
+            _heads_backward[(programs, groups)](
+                *(grad.contiguous() for grad in grads), qkv_TR.contiguous(),
+                rstd_TJ1 if norms else qkv_TR, q_norm_D if norms else qkv_TR, k_norm_D if norms else qkv_TR,
+                cos_T1D.contiguous(), sin_T1D.contiguous(), grad_qkv_TR, partial_PD, tokens,
+                H=num_heads, K=num_kv, G=group, D=dim, TILE=tile, NORM=norms, num_warps=4,
+            )  # fmt: skip
+        if not norms:
+            return grad_qkv_TR, None, None
+        of_q, of_k, _ = partial_PD.split([num_heads // group, num_kv // group, num_kv // group])
+        return grad_qkv_TR, of_q.sum((0, 1)).to(qkv_TR.dtype), of_k.sum((0, 1)).to(qkv_TR.dtype)
+
+    @staticmethod
+    def silu(gate_up_T2M: Tensor) -> Tensor:
+        tokens, width = len(gate_up_T2M), gate_up_T2M.shape[1] // 2
+        product_TM = gate_up_T2M.new_empty(tokens, width)
+        if tokens:
+            _silu[(tokens, triton.cdiv(width, SILU_BLOCK))](
+                gate_up_T2M.contiguous(), product_TM, M=width, BLOCK=SILU_BLOCK, num_warps=4
+            )
+        return product_TM
+
+    @staticmethod
+    def silu_backward(grad_TM: Tensor, gate_up_T2M: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradient of gate_up, and the product, computed again and written over grad_TM."""
+        grad_TM, gate_up_T2M = grad_TM.contiguous(), gate_up_T2M.contiguous()
+        grad_gate_up_T2M, (tokens, width) = torch.empty_like(gate_up_T2M), grad_TM.shape
+        if tokens:
+            _silu_backward[(tokens, triton.cdiv(width, SILU_BLOCK))](
+                grad_TM, gate_up_T2M, grad_gate_up_T2M, M=width, BLOCK=SILU_BLOCK, num_warps=4
+            )
+        return grad_gate_up_T2M, grad_TM
+
+    block_statistics = staticmethod(block_statistics)
+    logits_gradient = staticmethod(logits_gradient)
+
+
+def row_warps(block: int) -> int:
+    """Sixteen numbers per thread."""
+    return min(max(block // 512, 1), 16)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a CUDA device; 1 under Triton's interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def head_tile(heads: tuple[int, int], dim: int) -> tuple[int, int]:
+    """Heads per group, a power of two that divides both counts, so that a program's heads are of one kind; and tokens
+    per tile."""
+    common = math.gcd(*heads)
+    group = min(common & -common, 8)
+    return group, max(TILE_ROWS * 128 // dim // group, 1)
+
+
+@triton.jit
+def _norm(x_ptr, weight_ptr, out_ptr, rstd_ptr, eps, E: tl.constexpr, BLOCK: tl.constexpr):
+    row, offs = tl.program_id(0), tl.arange(0, BLOCK)
+    inside = offs < E
+    first = row.to(tl.int64) * E
+    x = tl.load(x_ptr + first + offs, mask=inside, other=0.0)
+    wide = x.to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(wide * wide, 0) / E + eps)
+    normed = (wide * rstd).to(x.dtype).to(tl.float32)
+    weight = tl.load(weight_ptr + offs, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + first + offs, (normed * weight).to(x.dtype), mask=inside)
+    tl.store(rstd_ptr + row, rstd)
+
+
+@triton.jit
+def _norm_backward(
+    grad_ptr, x_ptr, weight_ptr, rstd_ptr, through_ptr, out_ptr, partial_ptr, num_rows,
+    E: tl.constexpr, BLOCK: tl.constexpr, THROUGH: tl.constexpr,
+):  # fmt: skip
+    """Program p takes rows p, p + P, …, and keeps its part of the weight's gradient in registers."""
+    program, programs, offs = tl.program_id(0), tl.num_programs(0), tl.arange(0, BLOCK)
+    inside = offs < E
+    weight = tl.load(weight_ptr + offs, mask=inside, other=0.0).to(tl.float32)
+    acc = tl.zeros([BLOCK], tl.float32)
+    at = program.to(tl.int64) * E + offs
+    for row in tl.range(program, num_rows, programs):
+        grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + row)
+        scaled = x * rstd
+        acc += grad * scaled
+        grad *= weight
+        total = (grad - scaled * (tl.sum(grad * scaled, 0) / E)) * rstd
+        if THROUGH:
+            total += tl.load(through_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)
+        at += programs.to(tl.int64) * E
+    tl.store(partial_ptr + program * E + offs, acc, mask=inside)
+
+
+@triton.jit
+def _heads(
+    qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, rstd_ptr, num_tokens, eps,
+    H: tl.constexpr, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Program (t, g): heads g · G on of TILE tokens. A row of the tile is one head of one token."""
+    F: tl.constexpr = D // 2
+    group, offs_r, offs_f = tl.program_id(1), tl.arange(0, TILE * G), tl.arange(0, F)
+    token = tl.program_id(0) * TILE + offs_r // G
+    inside, head, is_key = token < num_tokens, group * G + offs_r % G, group >= H // G
+    token = token.to(tl.int64)
+    at, mask = qkv_ptr + (token * ((H + 2 * K) * D) + head * D)[:, None] + offs_f[None, :], inside[:, None]
+    first, second = tl.load(at, mask=mask, other=0.0), tl.load(at + F, mask=mask, other=0.0)
+    kind = first.dtype
+    wide_1, wide_2 = first.to(tl.float32), second.to(tl.float32)
+    if NORM:
+        norm_ptr = tl.where(is_key, k_norm_ptr, q_norm_ptr)
+        rstd = tl.rsqrt((tl.sum(wide_1 * wide_1, 1) + tl.sum(wide_2 * wide_2, 1)) / D + eps)
+        tl.store(rstd_ptr + token * (H + K) + head, rstd, mask=inside)
+        weight_1 = tl.load(norm_ptr + offs_f).to(tl.float32)[None, :]
+        weight_2 = tl.load(norm_ptr + F + offs_f).to(tl.float32)[None, :]
+        wide_1 = ((wide_1 * rstd[:, None]).to(kind).to(tl.float32) * weight_1).to(kind).to(tl.float32)
+        wide_2 = ((wide_2 * rstd[:, None]).to(kind).to(tl.float32) * weight_2).to(kind).to(tl.float32)
+    angles = (token * D)[:, None] + offs_f[None, :]
+    cos = tl.load(cos_ptr + angles, mask=mask, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + angles + F, mask=mask, other=0.0).to(tl.float32)  # the first half is the negative of it
+    turned_1 = ((wide_1 * cos).to(kind).to(tl.float32) - wide_2 * sin).to(kind)
+    turned_2 = ((wide_2 * cos).to(kind).to(tl.float32) + wide_1 * sin).to(kind)
+    count, local = tl.where(is_key, K, H), head - tl.where(is_key, H, 0)
+    to = tl.where(is_key, k_ptr, q_ptr) + ((token * count + local) * D)[:, None] + offs_f[None, :]
+    tl.store(to, turned_1, mask=mask)
+    tl.store(to + F, turned_2, mask=mask)
+
+
+@triton.jit
+def _heads_backward(
+    grad_q_ptr, grad_k_ptr, grad_v_ptr, qkv_ptr, rstd_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, out_ptr,
+    partial_ptr, num_tokens,
+    H: tl.constexpr, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Program (p, g): heads g · G on, of every P-th tile of tokens; the last groups are values, which only move."""
+    F: tl.constexpr = D // 2
+    program, programs, group = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
+    offs_r, offs_f = tl.arange(0, TILE * G), tl.arange(0, F)
+    head = group * G + offs_r % G
+    is_query, is_value = group < H // G, group >= (H + K) // G
+    grad_ptr = tl.where(is_query, grad_q_ptr, tl.where(is_value, grad_v_ptr, grad_k_ptr))
+    count, local = tl.where(is_query, H, K), head - tl.where(is_query, 0, tl.where(is_value, H + K, H))
+    if NORM:
+        norm_ptr = tl.where(is_query, q_norm_ptr, k_norm_ptr)
+        weight_1 = tl.load(norm_ptr + offs_f).to(tl.float32)[None, :]
+        weight_2 = tl.load(norm_ptr + F + offs_f).to(tl.float32)[None, :]
+        acc_1, acc_2 = tl.zeros([TILE * G, F], tl.float32), tl.zeros([TILE * G, F], tl.float32)
+    for tile in tl.range(program, tl.cdiv(num_tokens, TILE), programs):
+        token = tile * TILE + offs_r // G
+        inside = token < num_tokens
+        token, mask = token.to(tl.int64), inside[:, None]
+        source = grad_ptr + ((token * count + local) * D)[:, None] + offs_f[None, :]
+        grad_1 = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+        grad_2 = tl.load(source + F, mask=mask, other=0.0).to(tl.float32)
+        place = (token * ((H + 2 * K) * D) + head * D)[:, None] + offs_f[None, :]
+        if not is_value:
+            angles = (token * D)[:, None] + offs_f[None, :]
+            cos = tl.load(cos_ptr + angles, mask=mask, other=0.0).to(tl.float32)
+            sin = tl.load(sin_ptr + angles + F, mask=mask, other=0.0).to(tl.float32)
+            back_1, back_2 = grad_1 * cos + grad_2 * sin, grad_2 * cos - grad_1 * sin
+            if NORM:
+                rstd = tl.load(rstd_ptr + token * (H + K) + head, mask=inside, other=0.0)[:, None]
+                scaled_1 = tl.load(qkv_ptr + place, mask=mask, other=0.0).to(tl.float32) * rstd
+                scaled_2 = tl.load(qkv_ptr + place + F, mask=mask, other=0.0).to(tl.float32) * rstd
+                acc_1 += back_1 * scaled_1
+                acc_2 += back_2 * scaled_2
+                back_1 *= weight_1
+                back_2 *= weight_2
+                mean = ((tl.sum(back_1 * scaled_1, 1) + tl.sum(back_2 * scaled_2, 1)) / D)[:, None]
+                back_1, back_2 = (back_1 - scaled_1 * mean) * rstd, (back_2 - scaled_2 * mean) * rstd
+            grad_1, grad_2 = back_1, back_2
+        tl.store(out_ptr + place, grad_1.to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(out_ptr + place + F, grad_2.to(out_ptr.dtype.element_ty), mask=mask)
+    if NORM:
+        to = partial_ptr + (group * programs + program) * D + offs_f
+        tl.store(to, tl.sum(acc_1, 0))
+        tl.store(to + F, tl.sum(acc_2, 0))
+
+
+@triton.jit
+def _silu(gate_up_ptr, out_ptr, M: tl.constexpr, BLOCK: tl.constexpr):
+    token, offs = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = offs < M
+    gate = tl.load(gate_up_ptr + token * (2 * M) + offs, mask=inside, other=0.0)
+    up = tl.load(gate_up_ptr + token * (2 * M) + M + offs, mask=inside, other=0.0)
+    wide = gate.to(tl.float32)
+    activated = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
+    tl.store(out_ptr + token * M + offs, (activated * up.to(tl.float32)).to(gate.dtype), mask=inside)
+
+
+@triton.jit
+def _silu_backward(grad_ptr, gate_up_ptr, out_ptr, M: tl.constexpr, BLOCK: tl.constexpr):
+    token, offs = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside, at = offs < M, token * (2 * M) + offs
+    grad = tl.load(grad_ptr + token * M + offs, mask=inside, other=0.0)
+    gate = tl.load(gate_up_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + at + M, mask=inside, other=0.0).to(tl.float32)
+    kind = grad.dtype
+    wide = grad.to(tl.float32)
+    gain = 1.0 / (1.0 + tl.exp(-gate))
+    activated = gate * gain
+    tl.store(out_ptr + at, (wide * up * (gain * (1.0 + gate * (1.0 - gain)))).to(kind), mask=inside)
+    tl.store(out_ptr + at + M, (wide * activated).to(kind), mask=inside)
+    tl.store(grad_ptr + token * M + offs, (activated.to(kind).to(tl.float32) * up).to(kind), mask=inside)

@@ -1,0 +1,170 @@
+"""Candidates: every layout of a job on so many GPUs, and how each does. Pure.
+
+In: a Job, a Cluster, what the user fixed. Out: Layouts; Candidates with their moments, shortfalls and time. Callers:
+`planner.search`, `planner.nearest`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from gyre.core.records import Checkpointing
+from gyre.parallel.config import Zero
+from gyre.planner.gpus import Gpu
+from gyre.planner.layouts import Layout, Offload
+from gyre.planner.moments import (
+    USABLE_SHARE,
+    Job,
+    Moment,
+    device_bytes_of,
+    host_bytes_of,
+    page_bytes,
+    phase_moments,
+)
+from gyre.planner.speed import StepTime, step_time
+from gyre.vram.config import Residency
+
+HOST_SHARE = 0.6  # of a host's memory that may be pinned, as in `planner.decide`
+LARGEST_CHUNK = 131_072  # tokens
+CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "full")
+OFFLOAD: tuple[Offload, ...] = ("none", "optimizer", "all")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """What there is to run on."""
+
+    gpus: int
+    gpu: Gpu
+    host_bytes: int | None = None  # of one host; None: the vendor's usual one
+
+    @property
+    def per_host(self) -> int:
+        return min(self.gpus, self.gpu.gpus_per_host)
+
+    @property
+    def device_budget_bytes(self) -> int:
+        return int(USABLE_SHARE * self.gpu.device_bytes)
+
+    @property
+    def host_budget_bytes(self) -> int:
+        """Per GPU."""
+        whole = self.gpu.host_bytes * self.per_host if self.host_bytes is None else self.host_bytes
+        return int(HOST_SHARE * whole / self.per_host)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fixed:
+    """What the user decided; None is open."""
+
+    zero: Zero | None = None
+    shard_ranks: int | None = None
+    checkpointing: Checkpointing | None = None
+    tokens_per_chunk: int | None = None
+    offload: Offload | None = None
+
+    def given(self) -> dict[str, object]:
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One layout, judged."""
+
+    layout: Layout
+    residency: Residency
+    running: int  # completions per GPU whose pages fit; 0 when nothing is generated
+    moments: tuple[Moment, ...]
+    peak: Moment  # the one that needs the most
+    device_bytes: int  # that it needs per GPU
+    host_bytes: int  # that it pins per GPU
+    short_device_bytes: int  # beyond the budget; 0 when it fits
+    short_host_bytes: int
+    time: StepTime
+
+    @property
+    def fits(self) -> bool:
+        return not self.short_device_bytes and not self.short_host_bytes
+
+
+def layouts(job: Job, cluster: Cluster, fixed: Fixed) -> Iterator[Layout]:
+    """Every layout that the fixed settings leave."""
+    for zero, shard_ranks in _splits(cluster.gpus, cluster.gpu.gpus_per_host, fixed):
+        for checkpointing in CHECKPOINTING if fixed.checkpointing is None else (fixed.checkpointing,):
+            for offload in OFFLOAD if fixed.offload is None else (fixed.offload,):
+                if offload == "all" and zero < 2 and fixed.offload is None:
+                    continue  # flat gradients stay on the device: the same as "optimizer"
+                for tokens in _chunks(job, cluster.gpus, fixed):
+                    yield Layout(
+                        gpus=cluster.gpus,
+                        zero=zero,
+                        shard_ranks=shard_ranks,
+                        checkpointing=checkpointing,
+                        tokens_per_chunk=tokens,
+                        offload=offload,
+                    )
+
+
+def judge(job: Job, cluster: Cluster, layout: Layout) -> Candidate:
+    """A layout's memory and time. Everything stays resident if that fits with every completion that should run, else
+    phases take turns, with as many completions as fit."""
+    wanted = job.engine.running if job.engine is not None else 0
+    resident = _judge_as(job, cluster, layout, "resident", wanted)
+    if resident.fits or (job.engine is None and not job.reference and job.reward_model is None):
+        return resident
+    least = _judge_as(job, cluster, layout, "phase", min(1, wanted))
+    if not least.fits or wanted <= 1:
+        return least
+    rollout = next(moment for moment in least.moments if moment.name == "rollout")
+    room = (cluster.device_budget_bytes - device_bytes_of(rollout, layout)) // max(1, page_bytes(job))
+    return _judge_as(job, cluster, layout, "phase", min(wanted, 1 + room))
+
+
+def _judge_as(job: Job, cluster: Cluster, layout: Layout, residency: Residency, running: int) -> Candidate:
+    moments = phase_moments(job, layout, residency, running)
+    peak = max(moments, key=lambda moment: device_bytes_of(moment, layout))
+    device_bytes, host_bytes = device_bytes_of(peak, layout), host_bytes_of(job, layout, residency)
+    return Candidate(
+        layout=layout,
+        residency=residency,
+        running=running,
+        moments=moments,
+        peak=peak,
+        device_bytes=device_bytes,
+        host_bytes=host_bytes,
+        short_device_bytes=max(0, device_bytes - cluster.device_budget_bytes),
+        short_host_bytes=max(0, host_bytes - cluster.host_budget_bytes),
+        time=step_time(job, layout, cluster.gpu, residency),
+    )
+
+
+def _splits(gpus: int, per_host: int, fixed: Fixed) -> Iterator[tuple[Zero, int]]:
+    """(ZeRO stage, ranks that split the states): over everything, over a host, over parts of a host."""
+    stages: tuple[Zero, ...] = (0, 1, 2, 3) if fixed.zero is None else (fixed.zero,)
+    for zero in stages:
+        if zero == 0 or gpus == 1:
+            if zero in (0, fixed.zero) and fixed.shard_ranks in (None, 1):
+                yield zero, 1
+            continue
+        sizes = {gpus} | {size for size in range(2, min(gpus, per_host) + 1) if gpus % size == 0}
+        for size in sorted(sizes):
+            if fixed.shard_ranks in (None, size):
+                yield zero, size
+
+
+def _chunks(job: Job, gpus: int, fixed: Fixed) -> list[int]:
+    """From the longest sequence upwards, to what one rank gets of an update."""
+    if fixed.tokens_per_chunk is not None:
+        return [fixed.tokens_per_chunk]
+    most = max(job.longest, min(LARGEST_CHUNK, -(-job.most_tokens_per_update // gpus)))
+    sizes = [job.longest]
+    while 2 * sizes[-1] <= most:
+        sizes.append(2 * sizes[-1])
+    return sizes
+
+
+def in_order(candidate: Candidate) -> tuple[float, int]:
+    """Faster first; of equally fast ones the one that needs less memory."""
+    return candidate.time.seconds, candidate.device_bytes

@@ -1,0 +1,200 @@
+"""Checklist: the reference's training and inference checklists for one plan, each line on or off and why. Pure.
+
+In: a Choice, the settings that the lines ask about, the features that exist. Out: Lines, and the two tables of advice
+(strategy by size, decision tree) that they quote. Callers: `wire.clusters`, through `gyre plan --gpus`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from gyre.planner.activations import layer_bytes
+from gyre.planner.layouts import on_one_gpu, state_bytes
+from gyre.planner.search import Choice
+from gyre.vram.refusals import words
+
+State = Literal["on", "off", "not built"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What a config says that a layout does not."""
+
+    features: Mapping[str, bool]  # planner.features
+    snapshot_every_steps: int  # 0: one at the end of a stage
+    snapshot_in_background: bool
+    max_running: int
+    token_budget: int  # of an engine step
+    page_tokens: int
+    prefix_cache: bool
+    completions_per_prompt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    name: str
+    state: State
+    reason: str
+
+
+def training_lines(choice: Choice, settings: Settings) -> tuple[Line, ...]:
+    return (
+        _parallelism(choice, settings),
+        _memory(choice, settings),
+        _checkpointing(choice, settings),
+        _precision(choice, settings),
+        _loading(settings),
+        _snapshots(settings),
+        _faults(settings),
+    )
+
+
+def inference_lines(choice: Choice, settings: Settings) -> tuple[Line, ...]:
+    built, gpu = settings.features, choice.cluster.gpu
+    weights = choice.job.model.num_parameters * 2
+    fits = weights < choice.cluster.device_budget_bytes
+    size = f"weights of {words(weights)} {'fit on' if fits else 'are more than'} one {gpu.name}"
+    return (
+        *_engine_lines(choice, settings),
+        _lacking("Quantization", "quantised weights", built, "generation uses the weights as they are trained"),
+        _lacking("Speculative decoding", "speculative decoding", built, "no draft model or n-gram is set"),
+        _lacking(
+            "Tensor parallelism", "tensor parallel engine", built, f"{size}: {'not needed' if fits else 'needed'}"
+        ),
+        _lacking("Health checks", "liveness and readiness probes", built, "this plan serves nothing"),
+    )
+
+
+def _engine_lines(choice: Choice, settings: Settings) -> tuple[Line, ...]:
+    """The lines that the engine of a ring answers."""
+    engine, names = choice.job.engine, ("Continuous batching", "PagedAttention", "Prefix caching")
+    if engine is None:
+        return tuple(Line(name=name, state="off", reason="nothing is generated in this stage") for name in names)
+    pages = -(-engine.longest // settings.page_tokens)
+    batching = f"each step takes up to {settings.token_budget} tokens of up to {settings.max_running} completions"
+    paging = (
+        f"pages of {settings.page_tokens} tokens, {pages} for a full sequence; room per GPU for "
+        f"{choice.best.running} of {engine.running} completions at full length"
+    )
+    sharing = f"{settings.completions_per_prompt} completions of a prompt share its pages"
+    cached = settings.prefix_cache
+    return (
+        Line(name=names[0], state="on", reason=batching),
+        Line(name=names[1], state="on", reason=paging),
+        Line(
+            name=names[2], state="on" if cached else "off", reason=sharing if cached else "engine.prefix_cache = false"
+        ),
+    )
+
+
+def strategy_for(num_parameters: int) -> str:
+    """The reference's recommendation matrix, by model size."""
+    billions = num_parameters / 1e9
+    for limit, advice in ((7, "DP only"), (30, "TP=8, DP=N/8"), (100, "TP=8, PP=2-4, DP=remaining")):
+        if billions < limit:
+            return advice
+    return "TP=8, PP=8-16, DP=remaining"
+
+
+def tree_for(over: float) -> str:
+    """The reference's decision tree, by how many times the model's states are the GPU's memory."""
+    if over <= 1:
+        return "DP only, ZeRO-1"
+    if over <= 4:
+        return "ZeRO-2 + gradient checkpointing"
+    return "ZeRO-3" if over <= 10 else "ZeRO-3 + offload or more GPUs"
+
+
+def _parallelism(choice: Choice, settings: Settings) -> Line:
+    layout, gpu = choice.best.layout, choice.cluster.gpu
+    advice = f"the reference's matrix says {strategy_for(choice.job.model.num_parameters)} at this size"
+    if layout.gpus == 1:
+        return Line(name="Parallelism configured", state="off", reason=f"one GPU; {advice}")
+    inside = layout.shard_ranks <= gpu.gpus_per_host
+    where = "inside one host" if inside else f"across hosts, {gpu.gpus_per_host} GPUs each"
+    split = f", states split over {layout.shard_ranks} {where}" if layout.zero else ""
+    others = [name for name in ("tensor parallelism", "pipeline parallelism") if not settings.features[name]]
+    missing = f"; {' and '.join(others)}: not built" if others else ""
+    reason = f"data parallel over {layout.gpus}{split}; {advice}{missing}"
+    return Line(name="Parallelism configured", state=_state("several GPUs", settings), reason=reason)
+
+
+def _memory(choice: Choice, settings: Settings) -> Line:
+    layout, job = choice.best.layout, choice.job
+    from_one = sum(state_bytes(job.model, job.dtype, on_one_gpu(layout)).values()) * job.copies
+    ratio = from_one / choice.cluster.device_budget_bytes
+    held = sum(state_bytes(job.model, job.dtype, layout).values()) * job.copies
+    reason = (
+        f"states of {words(from_one)} are {ratio:.2f} × what one GPU has to give: the reference's tree says "
+        f"{tree_for(ratio)}; the fastest that fits is {layout.words()}, {words(held)} per GPU"
+    )
+    if not layout.zero and layout.offload == "none":
+        return Line(name="Memory optimization", state="off", reason=reason)
+    needed = "ZeRO" if layout.zero else "optimizer offload"
+    return Line(name="Memory optimization", state=_state(needed, settings), reason=reason)
+
+
+def _checkpointing(choice: Choice, settings: Settings) -> Line:
+    job, layout = choice.job, choice.best.layout
+    sizes = {
+        mode: job.chunk_tokens(layout)
+        * job.model.num_layers
+        * layer_bytes(job.model, job.dtype, job.saving, mode, longest=job.longest)
+        for mode in ("none", layout.checkpointing)
+    }
+    if layout.checkpointing == "none":
+        reason = f"{words(sizes['none'])} of activations fit, and nothing is computed twice"
+        return Line(name="Gradient checkpointing", state="off", reason=reason)
+    cost = choice.best.time.again_s / choice.best.time.compute_s
+    reason = (
+        f"{layout.checkpointing}: {words(sizes[layout.checkpointing])} of activations instead of "
+        f"{words(sizes['none'])}, for {cost:.0%} more work"
+    )
+    return Line(name="Gradient checkpointing", state=_state("activation checkpointing", settings), reason=reason)
+
+
+def _precision(choice: Choice, settings: Settings) -> Line:
+    gpu, dtype = choice.cluster.gpu, choice.job.dtype
+    name = "Mixed precision"
+    if dtype == "bfloat16" and gpu.bf16:
+        fp8 = "" if settings.features["FP8 training"] or not gpu.fp8_flops else "; FP8: not built"
+        return Line(name=name, state="on", reason=f"BF16 compute, FP32 master weights and moments{fp8}")
+    if gpu.bf16:
+        return Line(name=name, state="off", reason=f"run.dtype = {dtype}; {gpu.name} has BF16")
+    state = "off" if settings.features["FP16 with loss scaling"] else "not built"
+    reason = f"run.dtype = {dtype}; {gpu.name} has no BF16, FP16 with loss scaling would be faster"
+    return Line(name=name, state=state, reason=reason)
+
+
+def _loading(settings: Settings) -> Line:
+    built = settings.features["overlapped data loading"]
+    reason = "records are read before the run and packed between steps"
+    reason = "the next batch is read while one trains" if built else reason
+    return Line(name="Data loading", state="on" if built else "not built", reason=reason)
+
+
+def _snapshots(settings: Settings) -> Line:
+    lacking = [name for name in ("asynchronous snapshots", "sharded snapshots") if not settings.features[name]]
+    every = settings.snapshot_every_steps
+    when = f"every {every} steps" if every else "at the end of each stage"
+    how = "written while training goes on" if settings.snapshot_in_background else "training waits for the disk"
+    reason = f"{when}, checksummed and read back, {how}" + "".join(f"; {name}: not built" for name in lacking)
+    state: State = "on" if settings.snapshot_in_background else "off"
+    return Line(name="Checkpointing", state="not built" if lacking else state, reason=reason)
+
+
+def _faults(settings: Settings) -> Line:
+    built = settings.features["restart by itself"]
+    reason = "a lost rank restarts from the last snapshot" if built else "go on by hand with gyre train --resume"
+    return Line(name="Fault detection", state="on" if built else "not built", reason=reason)
+
+
+def _state(feature: str, settings: Settings) -> State:
+    return "on" if settings.features[feature] else "not built"
+
+
+def _lacking(name: str, feature: str, built: Mapping[str, bool], reason: str) -> Line:
+    """A line that no setting of today turns on."""
+    return Line(name=name, state="off" if built[feature] else "not built", reason=reason)

@@ -1,0 +1,113 @@
+"""GPUs by name, so that a plan needs none of them here. In: a name such as "h200". Out: its Gpu, or a ConfigError that
+lists the names. Pure. Callers: `wire.clusters`, `planner.search` through the record.
+
+Rates without a note are the vendor's data sheets (dense, without sparsity). Those of the H200 that say "measured" come
+from bench/records and from the survey of trainers; the other GPUs take the H200's measured share of their data sheet.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from gyre.core.errors import ConfigError
+
+GIB = 1 << 30
+MEASURED_LINK_SHARE = 342 / 450  # all-gather among eight H200s: 342 of 450 GB/s each way
+SHARED_HOST_LINK = 27.9 / 55.0  # a pinned copy when all eight GPUs of a host copy at once, against one alone
+NETWORK_BYTES_PER_S = 50e9  # per GPU between hosts: one 400 Gb/s port each, as in the vendor's eight-GPU hosts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One kind of GPU, as a training cluster has it. Rates are per GPU."""
+
+    name: str
+    device_bytes: int  # what torch can see, a little less than what is sold
+    bf16_flops: float  # data sheet, dense; 0 where bfloat16 has no units
+    fp8_flops: float  # data sheet, dense; 0 where there are no units
+    fp16_flops: float
+    matmul_share: float  # of the data sheet that large products reach
+    training_share: float  # of the data sheet that whole training steps reach, causal attention counted at half
+    hbm_bytes_per_s: float
+    link_bytes_per_s: float  # to the other GPUs of the host, one way, data sheet
+    host_link_bytes_per_s: float  # pinned copies, one way, this GPU alone
+    host_bytes: int  # host memory per GPU in the vendor's usual host
+    gpus_per_host: int = 8
+
+    @property
+    def bf16(self) -> bool:
+        return self.bf16_flops > 0
+
+    @property
+    def collective_bytes_per_s(self) -> float:
+        return self.link_bytes_per_s * MEASURED_LINK_SHARE
+
+    def host_copy_bytes_per_s(self, gpus: int) -> float:
+        """Of each of so many GPUs of a host that copy at the same time; what they share is shared evenly."""
+        busy = min(gpus, self.gpus_per_host)
+        floor = self.host_link_bytes_per_s * SHARED_HOST_LINK
+        return max(floor, self.host_link_bytes_per_s * (1 - (busy - 1) * (1 - SHARED_HOST_LINK) / 7))
+
+
+def _gpu(
+    name: str,
+    gib: float,
+    bf16_tflops: float,
+    fp8_tflops: float,
+    hbm_tb_per_s: float,
+    link_gb_per_s: float,
+    host_link_gb_per_s: float,
+    host_gib: int,
+    *,
+    fp16_tflops: float = 0.0,
+    matmul_share: float = 0.80,
+    training_share: float = 0.45,
+) -> Gpu:
+    return Gpu(
+        name=name,
+        device_bytes=int(gib * GIB),
+        bf16_flops=bf16_tflops * 1e12,
+        fp8_flops=fp8_tflops * 1e12,
+        fp16_flops=(fp16_tflops or bf16_tflops) * 1e12,
+        matmul_share=matmul_share,
+        training_share=training_share,
+        hbm_bytes_per_s=hbm_tb_per_s * 1e12,
+        link_bytes_per_s=link_gb_per_s * 1e9,
+        host_link_bytes_per_s=host_link_gb_per_s * 1e9,
+        host_bytes=host_gib * GIB,
+    )
+
+
+GPUS: Mapping[str, Gpu] = MappingProxyType(
+    {
+        gpu.name: gpu
+        for gpu in (
+            # measured: 794 of 989 TFLOP/s, copies 55 GB/s; 50.7 % in torchtitan's best 8B step on eight of them
+            _gpu("h200", 139.8, 989, 1979, 4.8, 450, 55, 256, matmul_share=794 / 989, training_share=0.507),
+            # 39.0 % with attention in full, 34.3 % at half, in torchtitan's published 8B step
+            _gpu("h100", 79.1, 989, 1979, 3.35, 450, 55, 256, training_share=0.343),
+            _gpu("h100-pcie", 79.1, 756, 1513, 2.0, 64, 55, 128, training_share=0.343),
+            _gpu("b200", 178.0, 2250, 4500, 8.0, 900, 55, 256),
+            _gpu("a100-80g", 79.1, 312, 0, 2.04, 300, 25, 256),
+            _gpu("a100-40g", 39.4, 312, 0, 1.56, 300, 25, 128),
+            _gpu("l40s", 44.4, 362, 733, 0.864, 32, 25, 128),
+            _gpu("l4", 22.0, 121, 242, 0.3, 32, 25, 64),
+            _gpu("a10g", 22.0, 70, 0, 0.6, 32, 25, 64),
+            _gpu("rtx-4090", 23.5, 165, 330, 1.008, 32, 25, 64),
+            _gpu("v100-32g", 31.7, 0, 0, 0.9, 150, 12, 96, fp16_tflops=125),
+        )
+    }
+)
+
+
+def find_gpu(name: str) -> Gpu:
+    """A GPU by its name, whatever its case."""
+    key = name.lower().replace("_", "-").replace(" ", "-")
+    if key in GPUS:
+        return GPUS[key]
+    near = difflib.get_close_matches(key, GPUS, n=1, cutoff=0.5)
+    meant = f"; did you mean {near[0]}?" if near else ""
+    raise ConfigError(f"--gpu {name}: no GPU of that name is known{meant}", hint=f"known: {', '.join(GPUS)}")

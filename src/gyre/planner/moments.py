@@ -1,0 +1,224 @@
+"""Moments: the device bytes of one rank at each instant that may be a training step's peak, and between steps while the
+engine has the GPU. Pure arithmetic over `activations` and `layouts`.
+
+In: a Job, a Layout. Out: Moments with their parts; the peak is the largest. Callers: `planner.search`,
+bench/plan_check.py. The four instants are those of the survey (research, 3.5): the loss, the deepest layer, the end of
+the backward pass, the optimiser step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gyre.planner.activations import (
+    ITEM_BYTES,
+    again_bytes,
+    forward_layer_bytes,
+    head_backward_bytes,
+    head_forward_bytes,
+    layer_backward_bytes,
+    saved_bytes,
+)
+from gyre.planner.layouts import (
+    FLOAT,
+    Layout,
+    away_bytes,
+    frozen_bytes,
+    gathered_bytes,
+    layer_group_bytes,
+    root_parameters,
+    state_bytes,
+)
+from gyre.planner.plan import Dtype, ModelNumbers, Saving
+from gyre.vram.config import Residency
+
+MIB, GIB = 1 << 20, 1 << 30
+
+USABLE_SHARE = 0.92  # of the device, as the survey's skeleton says (3.8)
+CONTEXT_BYTES = 512 * MIB  # CUDA context and kernels, which the allocator never sees (survey 3.5)
+COLLECTIVE_BYTES = GIB  # buffers of one process group per rank; an estimate: they grow with groups and channels
+# The allocator reserves more than is in use. Whole buffers that live for the run do not fragment; what comes and goes
+# does. Survey 3.5: reserved over active is 8-16 % of the transient part with compiled layers, 17-26 % with eager ones.
+FRAGMENT_SHARE = 0.10
+WORKSPACE_BYTES = 64 * MIB  # cuBLAS keeps one per stream
+KEPT = "kept activations"
+OFFLOAD_BLOCK_BYTES = 512 * MIB  # of optimiser state that visits the device at a time, in two buffers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """What generation needs on each GPU beside the trainer."""
+
+    running: int  # completions of full length that should hold pages at the same time, per GPU
+    longest: int  # tokens of a sequence
+    kv_bytes_per_token: int
+    working_bytes: int  # a step's temporaries and logits
+    graph_bytes: int  # private pools of CUDA graphs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What is trained, whatever it runs on."""
+
+    model: ModelNumbers
+    dtype: Dtype
+    saving: Saving
+    longest: int  # tokens of the longest sequence; a chunk holds at least one
+    mean_tokens: int  # of a sequence: attention's share of the work
+    tokens_per_update: int  # over all ranks, expected
+    most_tokens_per_update: int  # when every sequence is as long as it may be
+    updates_per_step: int = 1  # between two hand-overs to the engine
+    target_share: float = 1.0  # of the tokens that have a loss
+    critic: bool = False
+    reference: bool = False
+    reward_model: ModelNumbers | None = None
+    engine: Engine | None = None  # None: nothing is generated
+
+    @property
+    def copies(self) -> int:
+        """Models that are trained."""
+        return 2 if self.critic else 1
+
+    def chunk_tokens(self, layout: Layout) -> int:
+        """Tokens of the fullest chunk of a rank: an update may be too small to fill one."""
+        share = max(self.longest, -(-self.most_tokens_per_update // layout.gpus))
+        return min(layout.tokens_per_chunk, share)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """One instant on one rank."""
+
+    name: str
+    parts: Mapping[str, int]  # device bytes by what they are for
+
+    @property
+    def allocated_bytes(self) -> int:
+        """What the allocator has given out: torch.cuda.max_memory_allocated's number."""
+        return sum(self.parts.values())
+
+
+def train_moments(job: Job, layout: Layout, beside: Mapping[str, int] | None = None) -> tuple[Moment, ...]:
+    """The four instants of a training step. `beside`: what else stays on the device meanwhile."""
+    base = _resident(job, layout) | dict(beside or {})
+    tokens, m, dtype = job.chunk_tokens(layout), job.model, job.dtype
+    item = ITEM_BYTES[dtype]
+    targets = min(tokens - 1, max(1, round(tokens * job.target_share)))
+    kept = saved_bytes(m, dtype, job.saving, layout.checkpointing, tokens=tokens, targets=targets, longest=job.longest)
+    gathered = {"gathered weights": gathered_bytes(m, dtype, layout)}
+    head = item * m.embedding_parameters if m.tied or layout.zero >= 2 else 0  # waits for the embedding's gradient
+    loss = max(head_forward_bytes(m, job.saving, targets), head_backward_bytes(m, dtype, job.saving, targets))
+    layer = layer_backward_bytes(m, dtype, tokens) + layer_group_bytes(m, dtype, layout)
+    embedding = item * m.embedding_parameters + head
+    if layout.zero >= 2:  # the root group is reduced as one, when its last gradient is there
+        embedding = max(embedding, (item + FLOAT) * root_parameters(m))
+    again = again_bytes(m, dtype, job.saving, layout.checkpointing, tokens, longest=job.longest)
+    visiting = _visiting(job, layout)
+    during = {**base, **gathered, KEPT: kept}
+    deepest = {"computed again": again, "layer's gradients": layer, "head's gradient": head}
+    return (
+        _moment("loss", during | {"log-probs": loss}),
+        _moment("deepest layer", during | deepest),
+        _moment("end of backward", base | {"embedding's and head's gradients": embedding}),
+        _moment("optimiser step", base | {"visiting state": visiting}),
+    )
+
+
+def phase_moments(job: Job, layout: Layout, residency: Residency, running: int) -> tuple[Moment, ...]:
+    """Every instant of an iteration. "resident": nothing leaves the device. "phase": what a phase does not need is on
+    the host, or destroyed. `running` completions of full length hold pages."""
+    frozen, engine = _frozen(job, layout), _engine(job, layout, running)
+    stays = residency == "resident"
+    moments = list(train_moments(job, layout, frozen | engine if stays else None))
+    if job.engine is not None or frozen:
+        states = _resident(job, layout)
+        beside = states | engine if stays else {n: s for n, s in states.items() if n.endswith(".params")}
+        moments.append(_score_moment(job, layout, beside | frozen))
+    if job.engine is not None:
+        parts = (_resident(job, layout) | frozen if stays else {}) | engine
+        if layout.zero < 2:  # the engine reads the trainer's whole compute weights
+            parts["actor.params"] = _states(job, layout)["actor.params"]
+        moments.append(_moment("rollout", parts | {"engine's step": job.engine.working_bytes}))
+    return tuple(moments)
+
+
+def _score_moment(job: Job, layout: Layout, beside: Mapping[str, int]) -> Moment:
+    """Log-probs without a gradient, of the policy and of the frozen models."""
+    tokens = job.chunk_tokens(layout)
+    one_layer = forward_layer_bytes(job.model, job.dtype, job.saving, tokens, longest=job.longest)
+    forward = {
+        "gathered weights": gathered_bytes(job.model, job.dtype, layout),
+        "forward pass": one_layer + head_forward_bytes(job.model, job.saving, tokens),
+    }
+    return _moment("score", {**beside, **forward})
+
+
+def page_bytes(job: Job) -> int:
+    """KV pages of one completion of full length."""
+    return job.engine.longest * job.engine.kv_bytes_per_token if job.engine is not None else 0
+
+
+def device_bytes_of(moment: Moment, layout: Layout) -> int:
+    """Bytes that the device must have free for it: allocated, reserved beside it, and outside the allocator."""
+    whole = sum(size for name, size in moment.parts.items() if _is_whole(name))
+    passing = moment.allocated_bytes - whole
+    outside = CONTEXT_BYTES + WORKSPACE_BYTES + (COLLECTIVE_BYTES if layout.gpus > 1 else 0)
+    return whole + int(passing * (1 + FRAGMENT_SHARE)) + outside
+
+
+def host_bytes_of(job: Job, layout: Layout, residency: Residency) -> int:
+    """Pinned host memory per rank: what is offloaded, and under "phase" everything that leaves and is not destroyed."""
+    states = _states(job, layout)
+    away = away_bytes(states, layout)
+    if residency == "resident":
+        return sum(away.values())
+    shared = job.engine is not None and layout.zero < 2
+    leaves = {
+        name: size
+        for name, size in states.items()
+        if job.engine is not None and not name.endswith(".grads") and not (shared and name == "actor.params")
+    }
+    return sum((away | leaves | _frozen(job, layout)).values())
+
+
+def _states(job: Job, layout: Layout) -> dict[str, int]:
+    states = state_bytes(job.model, job.dtype, layout)
+    if job.critic:
+        states |= state_bytes(job.model, job.dtype, layout, "critic")
+    return states
+
+
+def _resident(job: Job, layout: Layout) -> dict[str, int]:
+    states = _states(job, layout)
+    away = away_bytes(states, layout)
+    return {name: size for name, size in states.items() if name not in away}
+
+
+def _frozen(job: Job, layout: Layout) -> dict[str, int]:
+    found = {"reference": frozen_bytes(job.model, job.dtype, layout)} if job.reference else {}
+    if job.reward_model is not None:
+        found["reward"] = frozen_bytes(job.reward_model, job.dtype, layout)
+    return found
+
+
+def _visiting(job: Job, layout: Layout) -> int:
+    """State that comes over in blocks for the update; the next block is under way while one is worked on."""
+    away = sum(away_bytes(_states(job, layout), layout).values())
+    return min(away, 2 * OFFLOAD_BLOCK_BYTES)
+
+
+def _engine(job: Job, layout: Layout, running: int) -> dict[str, int]:
+    """What generation keeps on the device: weights of its own where the trainer's are in shards, pages, graphs."""
+    if job.engine is None:
+        return {}
+    own = 0 if layout.zero < 2 else ITEM_BYTES[job.dtype] * job.model.num_parameters
+    return {"engine.weights": own, "engine.kv": running * page_bytes(job), "engine.graphs": job.engine.graph_bytes}
+
+
+def _is_whole(name: str) -> bool:
+    return name.startswith(("actor.", "critic.", "engine.", "reference", "reward"))
+
+
+def _moment(name: str, parts: Mapping[str, int]) -> Moment:
+    return Moment(name=name, parts={part: size for part, size in parts.items() if size})

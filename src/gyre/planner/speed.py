@@ -1,0 +1,127 @@
+"""Speed: predicted seconds of one optimiser update on one rank, to rank layouts by. Pure arithmetic.
+
+In: a Job, a Layout, a Gpu. Out: StepTime by cause, and the bytes that each rank sends. Callers: `planner.search`,
+`planner.describe`. The share of the data sheet that steps reach is a peer's measured one (`gpus.py`); what differs
+between layouts is arithmetic: work done twice, bytes sent, bytes over the host link. bench/train.py measures.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gyre.planner.activations import ITEM_BYTES, block_columns
+from gyre.planner.gpus import NETWORK_BYTES_PER_S, Gpu
+from gyre.planner.layouts import FLOAT, Layout, away_bytes, state_bytes
+from gyre.planner.moments import Job, host_bytes_of
+from gyre.vram.config import Residency
+
+HIDDEN_SHARE = 0.8  # of the compute time under which FSDP2's traffic can hide
+LAYER_LAUNCH_S = 0.6e-3  # of one layer's forward and backward kernels, about 60 of 10 µs: small chunks wait for these
+UPDATE_BYTES = 60  # read and written by AdamW per parameter of a shard, counted over trainer/optim.py
+COLLECTIVE_S = 40e-6  # to start one
+COPY_BYTES = 4  # read and written per gathered parameter, out of the gathered buffer into the layer's tensors
+SUM_BYTES = 10  # read and written per parameter to add a chunk's gradient to the float32 sum
+FLOAT32_SHARE = 1 / 15  # of the bfloat16 rate: no tensor cores
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """Seconds of one update, by cause."""
+
+    compute_s: float
+    again_s: float  # work that is done twice
+    traffic_s: float  # of collectives, all of it
+    exposed_s: float  # of collectives, not hidden by compute
+    memory_s: float  # optimiser and gradient sums, bound by device memory
+    host_s: float  # copies of offloaded state
+    switch_s: float  # parking and waking between rollout and training, shared out over the updates
+
+    @property
+    def seconds(self) -> float:
+        return self.compute_s + self.again_s + self.exposed_s + self.memory_s + self.host_s + self.switch_s
+
+
+def chunks_per_update(job: Job, layout: Layout) -> int:
+    """Of each rank."""
+    return max(1, -(-job.tokens_per_update // (layout.gpus * layout.tokens_per_chunk)))
+
+
+def forward_flops(job: Job) -> tuple[float, float]:
+    """Per token: (of the layers, of the head). Attention sees half of its sequence."""
+    m = job.model
+    layers = 2 * m.num_layers * m.layer_parameters
+    attention = 4 * m.num_layers * m.query_size * job.mean_tokens / 2
+    return layers + attention, 2 * m.embedding_parameters
+
+
+def sent_bytes(job: Job, layout: Layout) -> dict[str, int]:
+    """Bytes that each rank sends per update, by collective, with the ring factors (n - 1) / n. The gradient is reduced
+    in float32, weights are gathered in the compute dtype."""
+    count, item = job.model.num_parameters * job.copies, ITEM_BYTES[job.dtype]
+    ring = (layout.shard_ranks - 1) / layout.shard_ranks
+    chunks = chunks_per_update(job, layout)
+    if layout.gpus == 1:
+        return {}
+    if layout.zero == 0:
+        return {"all-reduce": int(2 * (layout.gpus - 1) / layout.gpus * FLOAT * count)}
+    reduces, gathers = {1: (1, 1), 2: (chunks, 1), 3: (chunks, 2 * chunks)}[layout.zero]
+    sent = {
+        "reduce-scatter": int(ring * FLOAT * count * reduces),
+        "all-gather": int(ring * item * count * gathers),
+    }
+    if layout.hybrid:
+        among = 2 * (layout.replicas - 1) / layout.replicas
+        sent["all-reduce among groups"] = int(among * FLOAT * count / layout.shard_ranks * reduces)
+    return sent
+
+
+def step_time(job: Job, layout: Layout, gpu: Gpu, residency: Residency) -> StepTime:
+    """Seconds of one update on one rank."""
+    tokens, chunks = job.tokens_per_update / layout.gpus, chunks_per_update(job, layout)
+    rate = (gpu.bf16_flops or gpu.fp16_flops) * gpu.training_share
+    rate *= FLOAT32_SHARE if job.dtype == "float32" else 1.0
+    layers, head = (flops * tokens / rate * job.copies for flops in forward_flops(job))
+    compute = max(3 * (layers + head), chunks * job.model.num_layers * LAYER_LAUNCH_S)
+    gate_up = 2 * job.model.hidden_size * job.model.mlp_size / job.model.layer_parameters  # selective makes it again
+    again = {"none": 0.0, "selective": gate_up * layers, "full": layers}[layout.checkpointing]
+    if block_columns(job.saving, layout.tokens_per_chunk) < job.model.vocab_size:
+        again += head  # log-probs by blocks make each block's logits twice
+    traffic = sum(size / _link_rate(name, layout, gpu) for name, size in sent_bytes(job, layout).items())
+    gathers = {0: 0, 1: 0, 2: 1, 3: 2 * chunks}[layout.zero]
+    traffic += COLLECTIVE_S * job.model.num_layers * job.copies * (gathers + chunks if gathers else 0)
+    hidden = HIDDEN_SHARE * compute if layout.zero >= 2 else 0.0
+    count = job.model.num_parameters * job.copies
+    per_parameter = UPDATE_BYTES / layout.shard_ranks + chunks * SUM_BYTES + gathers * COPY_BYTES
+    memory = count * per_parameter / gpu.hbm_bytes_per_s
+    return StepTime(
+        compute_s=compute,
+        again_s=again,
+        traffic_s=traffic,
+        exposed_s=max(0.0, traffic - hidden),
+        memory_s=memory,
+        host_s=_host_seconds(job, layout, gpu, chunks),
+        switch_s=_switch_seconds(job, layout, gpu, residency),
+    )
+
+
+def _link_rate(collective: str, layout: Layout, gpu: Gpu) -> float:
+    """Of the slowest link that the collective's group crosses."""
+    group = layout.gpus if layout.zero == 0 or "among" in collective else layout.shard_ranks
+    return gpu.collective_bytes_per_s if group <= gpu.gpus_per_host else NETWORK_BYTES_PER_S
+
+
+def _host_seconds(job: Job, layout: Layout, gpu: Gpu, chunks: int) -> float:
+    """Optimiser state there and back once per update; sharded weights come, and gradients go, with every chunk."""
+    away = away_bytes(state_bytes(job.model, job.dtype, layout), layout)
+    moved = 0
+    for name, size in away.items():
+        passes = {"optimizer": 2, "master": 2, "params": 2 * chunks, "grads": 2 * chunks}[name.rpartition(".")[2]]
+        moved += size * passes
+    return job.copies * moved / gpu.host_copy_bytes_per_s(layout.gpus)
+
+
+def _switch_seconds(job: Job, layout: Layout, gpu: Gpu, residency: Residency) -> float:
+    if residency == "resident" or job.engine is None:
+        return 0.0
+    moved = host_bytes_of(job, layout, residency) - host_bytes_of(job, layout, "resident")
+    return 2 * moved / gpu.host_copy_bytes_per_s(layout.gpus) / job.updates_per_step

@@ -1,0 +1,102 @@
+"""Work lists of the GPU's attention kernels: nothing is left out, nothing is done twice, and no step needs more room than
+was made for it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gyre.engine.gpu_layout import (
+    INVARIANT_PIECE,
+    LARGEST_PIECE,
+    MIN_WORK,
+    SMALLEST_PIECE,
+    cut_tiles,
+    most_pieces,
+    plan_graph_batches,
+    plan_piece,
+)
+from gyre.kernels.gpu.items import ITEM_BITS, cut_pieces
+
+LENGTHS = st.lists(st.integers(1, 5000), max_size=24)
+KV_HEADS = st.sampled_from([1, 2, 4, 8, 16])
+PAGES = st.sampled_from([16, 32, 64, 128, 256, 1024])
+LOW_BITS = (1 << ITEM_BITS) - 1
+
+
+def places(lengths: list[int], piece: int) -> list[tuple[int, int, int]]:
+    """What the kernel reads from an item: (place in the scratch, sequence, first key), in the order of the list."""
+    first_B, item_I = cut_pieces(np.asarray(lengths, dtype=np.int64), piece)
+    pairs = [(int(item) >> ITEM_BITS, int(item) & LOW_BITS) for item in item_I.astype(np.int32)]
+    return [(int(first_B[sequence]) + index, sequence, index * piece) for sequence, index in pairs]
+
+
+@given(lengths=LENGTHS, piece=st.sampled_from([16, 128, 512, 1024, 4096]))
+def test_each_key_of_each_sequence_is_in_one_piece_and_each_piece_has_its_own_place(
+    lengths: list[int], piece: int
+) -> None:
+    listed = places(lengths, piece)
+    keys = [(sequence, key) for _, sequence, at in listed for key in range(at, min(at + piece, lengths[sequence]))]
+    assert sorted(keys) == [(sequence, key) for sequence, length in enumerate(lengths) for key in range(length)]
+    assert sorted(place for place, _, _ in listed) == list(range(len(listed)))
+    sizes = [min(piece, lengths[sequence] - at) for _, sequence, at in listed]
+    assert sizes == sorted(sizes, reverse=True) and all(size > 0 for size in sizes)
+
+
+@given(
+    chunks=st.lists(st.tuples(st.integers(0, 9000), st.integers(1, 2000)), max_size=12),
+    tile=st.sampled_from([16, 64, 128]),
+)
+def test_each_query_is_in_one_tile_and_tiles_that_look_back_furthest_come_first(
+    chunks: list[tuple[int, int]], tile: int
+) -> None:
+    start_C, count_C = np.asarray(chunks, dtype=np.int64).reshape(-1, 2).T
+    listed = [(int(item) >> ITEM_BITS, int(item) & LOW_BITS) for item in cut_tiles(start_C, count_C, tile)]
+    queries = [(c, q) for c, at in listed for q in range(at * tile, min((at + 1) * tile, chunks[c][1]))]
+    assert sorted(queries) == [(c, q) for c, (_, count) in enumerate(chunks) for q in range(count)]
+    positions = [chunks[c][0] + at * tile for c, at in listed]
+    assert positions == sorted(positions, reverse=True)
+
+
+@given(num_tokens=st.integers(1, 3_000_000), pool_tokens=st.integers(16, 3_000_000), kv_heads=KV_HEADS, page=PAGES)
+def test_a_piece_is_a_power_of_two_of_whole_pages_and_as_large_as_the_work_allows(
+    num_tokens: int, pool_tokens: int, kv_heads: int, page: int
+) -> None:
+    piece = plan_piece(num_tokens, kv_heads, page, pool_tokens=pool_tokens)
+    assert piece & (piece - 1) == 0 and piece % page == 0 and piece >= SMALLEST_PIECE
+    if num_tokens <= pool_tokens:
+        assert piece <= max(LARGEST_PIECE, page)
+    if piece > max(SMALLEST_PIECE, page):
+        assert num_tokens * kv_heads // piece >= MIN_WORK, "larger than the work allows"
+
+
+@settings(max_examples=300)
+@given(
+    lengths=st.lists(st.integers(1, 40_000), min_size=1, max_size=64),
+    shared=st.floats(0.01, 1.0),
+    kv_heads=KV_HEADS,
+    page=PAGES,
+)
+def test_no_step_has_more_pieces_than_there_is_room_for(
+    lengths: list[int], shared: float, kv_heads: int, page: int
+) -> None:
+    """Sequences share pages, so together they may be many times as long as the pool. What the invariant mode cuts has
+    one size; its bound is that of all rows at full length."""
+    total = sum(lengths)
+    pool_tokens = max(page, int(total * shared))
+    piece = plan_piece(total, kv_heads, page, pool_tokens=pool_tokens)
+    room = len(lengths) + most_pieces(pool_tokens, kv_heads, invariant=False)
+    assert len(places(lengths, piece)) <= room
+    room = len(lengths) + most_pieces(len(lengths) * max(lengths), kv_heads, invariant=True)
+    assert len(places(lengths, INVARIANT_PIECE)) <= room
+
+
+@given(max_running=st.integers(1, 4224))
+def test_graph_batches_ascend_to_max_running_and_pad_little(max_running: int) -> None:
+    batches = plan_graph_batches(max_running)
+    assert list(batches) == sorted(set(batches)) and batches[-1] == max_running and batches[0] == 1
+    for before, after in pairwise(batches):
+        assert after - before <= max(8, before // 4), (before, after)

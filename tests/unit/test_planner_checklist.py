@@ -1,0 +1,140 @@
+"""The reference's checklists: every line is there, and what it says follows from the plan and the config."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+import pytest
+from planner_cases import make_job
+from pydantic import BaseModel
+
+from gyre.core.errors import ConfigError, MemoryBudgetError
+from gyre.planner.candidates import Cluster, Fixed
+from gyre.planner.checklist import Line, Settings, inference_lines, training_lines
+from gyre.planner.features import FEATURES, built_features
+from gyre.planner.gpus import find_gpu
+from gyre.planner.moments import Engine
+from gyre.planner.search import choose
+from gyre.runconfig import RunConfig
+from gyre.wire.clusters import Request, plan_shape
+
+GIB = 1 << 30
+TRAINING = [
+    "Parallelism configured",
+    "Memory optimization",
+    "Gradient checkpointing",
+    "Mixed precision",
+    "Data loading",
+    "Checkpointing",
+    "Fault detection",
+]
+INFERENCE = [
+    "Continuous batching",
+    "PagedAttention",
+    "Prefix caching",
+    "Quantization",
+    "Speculative decoding",
+    "Tensor parallelism",
+    "Health checks",
+]
+ENGINE = Engine(running=32, longest=4096, kv_bytes_per_token=147_456, working_bytes=GIB, graph_bytes=GIB // 2)
+SETTINGS = Settings(
+    features=dict.fromkeys(FEATURES, True),
+    snapshot_every_steps=20,
+    snapshot_in_background=True,
+    max_running=256,
+    token_budget=2048,
+    page_tokens=64,
+    prefix_cache=True,
+    completions_per_prompt=8,
+)
+
+
+def lines(gpus: int = 8, gpu: str = "h200", settings: Settings = SETTINGS, fixed: Fixed | None = None, **job):
+    choice = choose(make_job(**{"longest": 4096, **job}), Cluster(gpus=gpus, gpu=find_gpu(gpu)), fixed)
+    training, inference = training_lines(choice, settings), inference_lines(choice, settings)
+    assert [line.name for line in training] == TRAINING
+    assert [line.name for line in inference] == INFERENCE
+    assert all(line.reason for line in (*training, *inference))
+    return {("training", line.name): line for line in training} | {("inference", line.name): line for line in inference}
+
+
+def state(found: dict[tuple[str, str], Line], name: str, part: str = "training") -> str:
+    return found[part, name].state
+
+
+def test_lines_follow_the_layout() -> None:
+    many, one = lines(8), lines(1, shape="qwen3-0.6b")
+    assert state(many, "Parallelism configured") == "on" and state(one, "Parallelism configured") == "off"
+    assert state(many, "Memory optimization") == "on" and state(one, "Memory optimization") == "off"
+    assert "one GPU" in one["training", "Parallelism configured"].reason
+    full = lines(8, fixed=Fixed(checkpointing="full"))
+    assert state(many, "Gradient checkpointing") == "off" and state(full, "Gradient checkpointing") == "on"
+    assert state(many, "Mixed precision") == "on"
+    assert state(lines(8, "v100-32g", shape="qwen3-0.6b", dtype="float32"), "Mixed precision") == "off"
+    assert state(lines(8, dtype="float32", shape="qwen3-0.6b"), "Mixed precision") == "off"
+
+
+def test_lines_follow_the_engine() -> None:
+    offline, online = lines(), lines(engine=ENGINE)
+    for name in ("Continuous batching", "PagedAttention", "Prefix caching"):
+        assert state(offline, name, "inference") == "off"
+        assert state(online, name, "inference") == "on"
+    assert "64 for a full sequence" in online["inference", "PagedAttention"].reason
+    without = lines(engine=ENGINE, settings=replace(SETTINGS, prefix_cache=False))
+    assert state(without, "Prefix caching", "inference") == "off"
+
+
+@pytest.mark.parametrize(
+    ("feature", "part", "name"),
+    [
+        ("several GPUs", "training", "Parallelism configured"),
+        ("ZeRO", "training", "Memory optimization"),
+        ("overlapped data loading", "training", "Data loading"),
+        ("asynchronous snapshots", "training", "Checkpointing"),
+        ("sharded snapshots", "training", "Checkpointing"),
+        ("restart by itself", "training", "Fault detection"),
+        ("quantised weights", "inference", "Quantization"),
+        ("speculative decoding", "inference", "Speculative decoding"),
+        ("tensor parallel engine", "inference", "Tensor parallelism"),
+        ("liveness and readiness probes", "inference", "Health checks"),
+    ],
+)
+def test_a_line_whose_feature_is_missing_says_so(feature: str, part: str, name: str) -> None:
+    lacking = replace(SETTINGS, features={**SETTINGS.features, feature: False})
+    assert lines(settings=lacking)[part, name].state == "not built"
+    assert lines()[part, name].state != "not built"
+
+
+def test_features_are_read_from_the_config_as_it_is() -> None:
+    class Inner(BaseModel):
+        dtype: Literal["float32", "float16"] = "float32"
+        zero: int | None = None
+
+    class Config(BaseModel):
+        run: Inner
+        parallel: Inner | None = None
+
+    found = built_features(Config)
+    assert found["FP16 with loss scaling"] and found["ZeRO"] and not found["several GPUs"]
+    assert set(built_features(RunConfig)) == set(FEATURES)
+    assert not built_features(RunConfig)["FP16 with loss scaling"]
+
+
+def test_a_shape_alone_can_be_planned_for() -> None:
+    found = plan_shape(Request(gpus=8, gpu="h200", shape="qwen3-8b"))
+    best = found["stages"]["qwen3-8b"]["best"]
+    assert best["short_device_bytes"] == 0 and found["model"]["num_parameters"] == 8_190_735_360
+    assert best["device_bytes"] <= found["stages"]["qwen3-8b"]["device_budget_bytes"]
+    for line in TRAINING + INFERENCE:
+        assert line in found["text"]
+    with pytest.raises(MemoryBudgetError, match="bytes too little"):
+        plan_shape(Request(gpus=1, gpu="l4", shape="qwen3-8b"))
+    for request in (
+        Request(gpus=8, gpu="h200"),
+        Request(gpus=8, gpu="h200", shape="qwen3-8b", sequence_tokens=10**6),
+        Request(gpus=0, gpu="h200", shape="qwen3-8b"),
+    ):
+        with pytest.raises(ConfigError):
+            plan_shape(request)

@@ -1,0 +1,179 @@
+"""The search: what it chooses fits, nothing that fits is faster, and a refusal's ways out do fit."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planner_cases import make_job
+
+from gyre.core.errors import ConfigError, MemoryBudgetError
+from gyre.planner.candidates import Cluster, Fixed, judge, layouts
+from gyre.planner.checklist import strategy_for, tree_for
+from gyre.planner.describe import as_mapping, describe, reasons
+from gyre.planner.gpus import GPUS, find_gpu
+from gyre.planner.moments import Engine
+from gyre.planner.search import choose
+from gyre.planner.shapes import SHAPES, find_shape
+from gyre.planner.speed import chunks_per_update, sent_bytes, step_time
+
+GIB = 1 << 30
+
+
+def cluster(gpus: int, gpu: str = "h200", **changes) -> Cluster:
+    return Cluster(gpus=gpus, gpu=find_gpu(gpu), **changes)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    shape=st.sampled_from(["qwen3-0.6b", "qwen3-4b", "qwen3-8b", "llama-3-70b"]),
+    gpus=st.sampled_from([1, 2, 4, 8, 16]),
+    gpu=st.sampled_from(sorted(GPUS)),
+    longest=st.sampled_from([512, 4096, 32_768]),
+    host=st.none() | st.integers(0, 2000).map(lambda gib: gib * GIB),
+    fixed=st.builds(
+        Fixed,
+        checkpointing=st.sampled_from([None, "none", "full"]),
+        offload=st.sampled_from([None, "none"]),
+        zero=st.sampled_from([None, 1, 3]),
+    ),
+    rollout=st.booleans(),
+)
+def test_the_best_is_the_fastest_that_fits(shape, gpus, gpu, longest, host, fixed, rollout) -> None:
+    engine = Engine(running=16, longest=longest, kv_bytes_per_token=147_456, working_bytes=GIB, graph_bytes=GIB)
+    job = make_job(shape, longest=longest, engine=engine if rollout else None, reference=rollout)
+    there = cluster(gpus, gpu, host_bytes=host)
+    judged = [judge(job, there, layout) for layout in layouts(job, there, fixed)]
+    try:
+        choice = choose(job, there, fixed)
+    except MemoryBudgetError as refusal:
+        assert not any(candidate.fits for candidate in judged)
+        assert re.search(r"\d+ bytes too little", refusal.message) and refusal.hint
+        return
+    best = choice.best
+    assert best in judged and best.fits
+    assert best.device_bytes <= 0.92 * there.gpu.device_bytes
+    assert best.host_bytes <= there.host_budget_bytes
+    assert all(best.time.seconds <= other.time.seconds for other in judged if other.fits)
+    for passed in choice.discarded:
+        assert not passed.fits and passed.time.seconds < best.time.seconds
+    assert (best.running >= 1) == rollout
+    for name, value in fixed.given().items():
+        assert getattr(best.layout, name) == value
+    assert best.layout.words() in describe(choice, (), ())
+    assert as_mapping(choice, (), ())["best"]["layout"]["zero"] == best.layout.zero
+
+
+def refuse(job, there: Cluster, fixed: Fixed | None = None) -> MemoryBudgetError:
+    with pytest.raises(MemoryBudgetError) as refusal:
+        choose(job, there, fixed)
+    return refusal.value
+
+
+def test_a_refusal_names_the_shortfall_and_the_fewest_gpus_that_do() -> None:
+    job = make_job("llama-3-70b")
+    error = refuse(job, cluster(1, "h100"))
+    gpus = int(re.findall(r"(\d+) GPUs", error.hint)[0])
+    assert choose(job, cluster(gpus, "h100")).best.fits
+    refuse(job, cluster(gpus // 2, "h100"))
+    short = int(re.findall(r"(\d+) bytes too little", error.message)[0])
+    least = min(
+        judge(job, cluster(1, "h100"), layout).short_device_bytes
+        for layout in layouts(job, cluster(1, "h100"), Fixed())
+    )
+    assert short == least
+
+
+def test_a_refusal_names_the_setting_that_was_in_the_way() -> None:
+    job = make_job("qwen3-8b")
+    there = cluster(1)
+    error = refuse(job, there, Fixed(offload="none"))
+    assert "offload = 'optimizer' instead of 'none'" in error.hint
+    assert choose(job, there, Fixed(offload="optimizer")).best.fits
+    error = refuse(make_job("qwen3-8b"), cluster(8), Fixed(tokens_per_chunk=131_072, checkpointing="none"))
+    chunk = int(re.findall(r"tokens_per_chunk = (\d+) instead of 131072", error.hint)[0])
+    assert choose(job, cluster(8), Fixed(tokens_per_chunk=chunk, checkpointing="none")).best.fits
+    assert "checkpointing = 'selective' instead of 'none'" in error.hint
+
+
+def test_a_refusal_names_how_long_sequences_may_be() -> None:
+    job = make_job("qwen3-0.6b", longest=32_768, update=65_536)
+    there, fixed = cluster(1, "l4"), Fixed(checkpointing="none")
+    tokens = int(re.findall(r"sequences of at most (\d+) tokens", refuse(job, there, fixed).hint)[0])
+    assert choose(replace(job, longest=tokens, mean_tokens=tokens), there, fixed).best.fits
+    refuse(replace(job, longest=tokens + 256), there, fixed)
+
+
+def test_no_host_memory_means_no_offload() -> None:
+    assert choose(make_job("qwen3-8b"), cluster(1)).best.layout.offload == "optimizer"
+    error = refuse(make_job("qwen3-8b"), cluster(1, host_bytes=8 * GIB))
+    assert "2 GPUs" in error.hint
+
+
+def test_known_rows() -> None:
+    """An 8B shape on eight H200s needs no checkpointing; the survey's rate for it is 9.5 k tokens/s per GPU."""
+    choice = choose(make_job("qwen3-8b"), cluster(8))
+    assert choice.best.layout.checkpointing == "none" and choice.best.layout.zero >= 2
+    rate = choice.job.tokens_per_update / 8 / choice.best.time.seconds
+    assert 8_000 < rate < 11_000
+    long = choose(make_job("qwen3-4b", longest=32_768), cluster(8, "a100-40g", host_bytes=0)).best
+    assert long.layout.checkpointing != "none"
+    assert any("discarded" in reason for reason in reasons(choose(make_job("qwen3-8b"), cluster(8))))
+
+
+def test_bytes_on_the_wire_are_the_rings() -> None:
+    job = make_job("qwen3-8b", update=8 * 4 * 8192)
+    base = choose(job, cluster(8)).best.layout
+    count = job.model.num_parameters
+    flat = replace(base, zero=0, shard_ranks=1, tokens_per_chunk=8192)
+    assert chunks_per_update(job, flat) == 4
+    assert sent_bytes(job, flat) == {"all-reduce": int(2 * 7 / 8 * 4 * count)}
+    zero1 = sent_bytes(job, replace(flat, zero=1, shard_ranks=8))
+    assert zero1["reduce-scatter"] + zero1["all-gather"] == pytest.approx(7 / 8 * 6 * count, rel=1e-6)
+    zero3 = sent_bytes(job, replace(flat, zero=3, shard_ranks=8))
+    assert zero3["all-gather"] == pytest.approx(4 * 2 * 7 / 8 * 2 * count, rel=1e-6)
+    assert zero3["reduce-scatter"] == pytest.approx(4 * 7 / 8 * 4 * count, rel=1e-6)
+    hybrid = sent_bytes(job, replace(flat, zero=3, shard_ranks=4))
+    assert hybrid["all-gather"] < zero3["all-gather"] and "all-reduce among groups" in hybrid
+    assert sent_bytes(job, replace(flat, gpus=1)) == {}
+    assert step_time(job, flat, find_gpu("h200"), "resident").exposed_s > 0
+
+
+@pytest.mark.parametrize(
+    ("fixed", "message"),
+    [
+        (Fixed(tokens_per_chunk=100), "cannot hold a sequence of 8192 tokens"),
+        (Fixed(shard_ranks=3), "shard_ranks = 3: 8 GPUs do not split"),
+        (Fixed(zero=0, shard_ranks=8), "no layout of 8 GPUs"),
+    ],
+)
+def test_what_cannot_be_is_a_config_error(fixed: Fixed, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        choose(make_job(), cluster(8), fixed)
+
+
+def test_names_are_found_and_near_ones_proposed() -> None:
+    assert find_gpu("H200").name == "h200" and find_gpu("A100_80G").name == "a100-80g"
+    assert find_shape("Qwen3-8B") is SHAPES["qwen3-8b"]
+    with pytest.raises(ConfigError, match="did you mean h100"):
+        find_gpu("h1000")
+    with pytest.raises(ConfigError, match="did you mean qwen3-8b"):
+        find_shape("qwen3-8")
+
+
+def test_advice_is_the_references() -> None:
+    assert [strategy_for(billions * 10**9) for billions in (1, 8, 70, 400)] == [
+        "DP only",
+        "TP=8, DP=N/8",
+        "TP=8, PP=2-4, DP=remaining",
+        "TP=8, PP=8-16, DP=remaining",
+    ]
+    assert [tree_for(over) for over in (0.5, 3, 8, 20)] == [
+        "DP only, ZeRO-1",
+        "ZeRO-2 + gradient checkpointing",
+        "ZeRO-3",
+        "ZeRO-3 + offload or more GPUs",
+    ]
