@@ -89,8 +89,8 @@ def test_a_worker_that_hangs_is_noticed_and_costs_a_restart(tmp_path: Path, undi
     story = finished(tmp_path, sets, fault=fault)
     assert story == undisturbed
     (restart,) = events_of(tmp_path / "runs" / "tiny", "retry.run_restarted")
-    assert "hangs" in restart["error"] and "worker-0 answers nothing" in restart["error"]
-    assert "== worker-1" in restart["error"] and "step_now" in restart["error"]
+    error = restart["error"]
+    assert "hangs" in error and "worker-0 answers nothing" in error and "== worker-1" in error and "step_now" in error
 
 
 def test_restarts_are_bounded_and_the_last_error_names_the_worker(tmp_path: Path) -> None:

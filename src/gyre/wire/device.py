@@ -119,11 +119,13 @@ class Device:
     def whole_policy(self, policy: Policy) -> Policy:
         """The policy with the trained weights whole, on every rank; all ranks call it, before `close`."""
         assert self.trainer is not None
-        _, source = self.trainer.register()
-        if not isinstance(source, ShardSource):
+        if self._group is None or not self.cuts_weights:
             return policy
         decoder = Decoder(policy.spec, device=self._machine.device, dtype=self._machine.dtype)
-        source.gather_into({name: parameter.detach() for name, parameter in decoder.named_parameters()})
+        with self._group.guard("end of the stage"):
+            _, source = self.trainer.register()
+            assert isinstance(source, ShardSource)
+            source.gather_into({name: parameter.detach() for name, parameter in decoder.named_parameters()})
         return replace(policy, decoder=decoder)
 
     def _disk_folder(self) -> Path | None:

@@ -160,7 +160,8 @@ class Spread:
 
     @property
     def _patience_s(self) -> float:
-        return self._settings.call_deadline_s
+        """For calls that write or read a snapshot."""
+        return max(self._settings.call_deadline_s, self._config.snapshot.deadline_s)
 
     def _pool_handles(self) -> list[WorkerHandle]:
         assert self._pool is not None

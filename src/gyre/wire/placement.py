@@ -92,8 +92,7 @@ class Inline:
             trainer.restore(found)
         engine = await device.make_engine(self._policy) if plan.kv_pages > 0 else None
         device.manage()
-        store = stage_store(self._config, self._folder, stage.name, self._emit)
-        self._snapshots = Snapshots(store, trainer, self._machine.compute, self._background(store))
+        self._snapshots = make_snapshots(self._config, self._folder, stage.name, trainer, self._machine, self._emit)
         return Placed(
             trainer=trainer,
             gate=device,
@@ -120,16 +119,20 @@ class Inline:
     async def close(self) -> None:
         self._policy = None
 
-    def _background(self, store: SnapshotStore) -> BackgroundSnapshots | None:
-        config = self._config.snapshot
-        if not config.background:
-            return None
-        pinned = self._machine.device.type == "cuda"
-        return BackgroundSnapshots(store, pinned=pinned, deadline_s=config.deadline_s, emit=self._emit)
-
 
 def stage_store(config: RunConfig, folder: Path, stage: str, emit: Emit) -> SnapshotStore:
     return SnapshotStore(folder / "snapshots" / stage, keep=config.snapshot.keep, emit=emit)
+
+
+def make_snapshots(
+    config: RunConfig, folder: Path, stage: str, trainer: NativeTrainer, machine: Machine, emit: Emit
+) -> Snapshots:
+    """What writes a stage's snapshots, on the process that writes them."""
+    store, background = stage_store(config, folder, stage, emit), None
+    if config.snapshot.background:
+        pinned = machine.device.type == "cuda"
+        background = BackgroundSnapshots(store, pinned=pinned, deadline_s=config.snapshot.deadline_s, emit=emit)
+    return Snapshots(store, trainer, machine.compute, background)
 
 
 def export_policy(

@@ -26,7 +26,7 @@ from gyre.runconfig import RunConfig
 from gyre.text.tokenizer import load_tokenizer
 from gyre.wire.device import Device
 from gyre.wire.make import Machine, Policy, make_machine, make_policy
-from gyre.wire.placement import export_policy, stage_store
+from gyre.wire.placement import Snapshots, export_policy, make_snapshots, stage_store
 from gyre.wire.stages import plan_stages
 
 Result = TypeVar("Result")
@@ -81,6 +81,7 @@ class RankWorker:
         self._device: Device | None = None
         self._stage = ""
         self._head: ScalarHead | None = None
+        self._snapshots: Snapshots | None = None  # of the rank that writes
         self.trainer: TrainerSeat | None = None
         self.engine: EngineSeat | None = None
 
@@ -95,6 +96,9 @@ class RankWorker:
             trainer = await self._on_compute(lambda: device.make_trainer(stage, self._policy, version))
             if snapshot:
                 await self._on_compute(lambda: trainer.restore(self._load(snapshot)))
+            if self._order.rank == 0:
+                where = (self._config, self._order.folder, stage_name)
+                self._snapshots = make_snapshots(*where, trainer, self._machine, self._context.emit)
             self.trainer = TrainerSeat(trainer, rank=self._order.rank, compute=self._machine.compute)
             version = trainer.version
         if plan.kv_pages > 0:
@@ -113,6 +117,8 @@ class RankWorker:
             self._policy = await self._on_compute(lambda: device.whole_policy(self._policy))
             self._head = device.trainer.head
         await device.close()
+        if self._snapshots is not None:
+            await self._snapshots.finish()
 
     async def enter(self, phase: Phase, step: int) -> int:
         """Move this device's memory for a phase. Returns the bytes that its components hold there afterwards."""
@@ -122,7 +128,11 @@ class RankWorker:
 
     async def save(self, step: int, state: Mapping[str, Any], blobs: Mapping[str, bytes]) -> None:
         """Write a snapshot: every rank gives its part, the first one writes."""
-        await self._on_compute(lambda: self._save(step, state, blobs))
+        assert self.trainer is not None
+        if self._snapshots is not None:
+            await self._snapshots.save(step=step, state=state, blobs=blobs)
+        else:
+            await self._on_compute(self.trainer.trainer.snapshot)
 
     async def export(self, folder: str, tokenizer_files: str) -> None:
         files = Path(tokenizer_files)
@@ -132,14 +142,6 @@ class RankWorker:
         store = stage_store(self._config, self._order.folder, self._stage, self._context.emit)
         snapshot = store.load(Path(path))
         return {"tensors": snapshot.tensors, "state": snapshot.state["trainer"]}
-
-    def _save(self, step: int, state: Mapping[str, Any], blobs: Mapping[str, bytes]) -> None:
-        assert self.trainer is not None
-        own = self.trainer.trainer.snapshot()
-        if self._order.rank == 0:
-            store = stage_store(self._config, self._order.folder, self._stage, self._context.emit)
-            whole = {"loop": state, "trainer": own["state"]}
-            store.save(step, tensors=own["tensors"], state=whole, blobs=blobs)
 
     async def _on_compute(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._machine.compute, work)
