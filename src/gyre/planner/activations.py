@@ -21,7 +21,7 @@ STATISTIC = 4  # bytes of a float32 number per row: rstd of a norm, log Σ exp o
 INDEX = 8  # bytes of an int64
 
 BLOCK_LOGITS, FUSED_BLOCK_LOGITS = 2**24, 2**27  # as in kernels.logprobs: by torch, by Triton
-FEWEST_COLUMNS = 1024  # as in kernels.logprobs
+FEWEST_COLUMNS, WHOLE_COLUMNS = 1024, 128  # as in kernels.logprobs
 QUERY_BLOCK, KEEP_TOKENS = 128, 256  # as in kernels.layout
 
 # What selective checkpointing makes again: everything but the inputs of the products that are dear, and attention.
@@ -119,7 +119,7 @@ def _head_row_bytes(m: ModelNumbers, item: int, saving: Saving, checkpointing: C
 def block_columns(saving: Saving, rows: int) -> int:
     """Columns of a vocabulary block, before the vocabulary ends."""
     most = FUSED_BLOCK_LOGITS if saving == "triton" else BLOCK_LOGITS
-    return max(FEWEST_COLUMNS, most // max(1, rows))
+    return max(FEWEST_COLUMNS, most // max(1, rows) // WHOLE_COLUMNS * WHOLE_COLUMNS)
 
 
 def head_forward_bytes(model: ModelNumbers, saving: Saving, targets: int) -> int:
