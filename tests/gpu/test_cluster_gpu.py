@@ -1,0 +1,42 @@
+"""The ring on several GPUs of one host: Ray, NCCL, one worker per GPU. Needs the extra `cluster` and two GPUs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "system"))
+from system_runs import events_of, gyre, read_story, write_config
+
+pytest.importorskip("ray")
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("zero", [1, 3])
+def test_a_worker_per_gpu(tmp_path: Path, zero: int) -> None:
+    sets = {
+        "run.device": "cuda",
+        "run.dtype": "bfloat16",
+        "cold_start": None,
+        "trainer.steps": 20,
+        "model.shape.head_dim": 64,
+        "model.shape.hidden_size": 128,
+        "memory.residency": "phase",
+        "cluster": {"kind": "ray"},
+        "parallel.zero": zero,
+    }
+    answer = gyre("train", write_config(tmp_path, sets), "--plain", folder=tmp_path)
+    assert answer.code == 0 and not answer.left_behind, answer.err
+    folder = tmp_path / "runs" / "tiny"
+    assert len(read_story(folder).steps) == 20
+    gates = [row for row in events_of(folder, "cluster.memory") if row["phase"] == "rollout"]
+    assert len(gates[0]["device_bytes"]) == torch.cuda.device_count()
+    assert len({str(row["device_bytes"]) for row in gates[2:]}) == 1, "bytes grow over phase switches"
+    copied = {row["copied_bytes"] for row in events_of(folder, "weights.published")}
+    assert (copied == {0}) == (zero == 1)
+    gaps = [row["metrics"]["logprob_gap_max"] for row in events_of(folder, "step.done")]
+    assert max(gaps) < 0.5, gaps
