@@ -74,9 +74,10 @@ def test_two_workers_learn(tmp_path: Path) -> None:
     assert before < 0.4 and after > before + 0.3, rewards
 
 
-def test_a_killed_worker_costs_a_restart_and_nothing_else(tmp_path: Path, undisturbed: Story) -> None:
+@pytest.mark.parametrize("background", [False, True])
+def test_a_killed_worker_costs_a_restart_and_nothing_else(tmp_path: Path, undisturbed: Story, background: bool) -> None:
     fault = Fault(point="event", match="phase.started train", number=3, action="kill_worker", worker="worker-1")
-    story = finished(tmp_path, ON_RAY, fault=fault)
+    story = finished(tmp_path, {**ON_RAY, "snapshot.background": background}, fault=fault)
     assert story == undisturbed
     assert story.num_attempts == 2
     (restart,) = events_of(tmp_path / "runs" / "tiny", "retry.run_restarted")

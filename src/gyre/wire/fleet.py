@@ -245,11 +245,6 @@ async def _all_or_first_error(works: Any) -> list[Any]:
 
 
 def _refuse_unsupported(config: RunConfig) -> None:
-    if config.snapshot.background:
-        raise ConfigError(
-            "snapshot.background = true with cluster.kind = 'ray': workers write their snapshots before they go on",
-            hint="leave snapshot.background out",
-        )
     zero, _ = config.parallel.of("actor")
     if config.cluster.engine_workers and zero >= 2:
         raise ConfigError(
