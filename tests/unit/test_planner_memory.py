@@ -3,15 +3,15 @@ autograd saves and the ones that a pass allocates."""
 
 from __future__ import annotations
 
+import planner_cases
 import pytest
 import torch
 
 from gyre.kernels.attention import PackedLayout, varlen_attention
 from gyre.kernels.logprobs import token_logprobs
-from gyre.models.config import ShapeConfig
 from gyre.models.decoder import Decoder
 from gyre.models.init import init_weights
-from gyre.models.spec import ModelSpec, spec_from_shape
+from gyre.models.spec import ModelSpec
 from gyre.planner.hardware import saving_on_cpu
 from gyre.planner.memory import (
     activation_bytes,
@@ -28,18 +28,7 @@ SAVING = saving_on_cpu()
 
 
 def make_spec(**changes) -> ModelSpec:
-    shape = {
-        "family": "qwen3",
-        "hidden_size": 128,
-        "num_layers": 3,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 32,
-        "mlp_size": 384,
-        "tied": True,
-        "context_tokens": 256,
-    }
-    return spec_from_shape(ShapeConfig(**{**shape, **changes}), vocab_size=512, bos_id=None, eos_ids=(1,))
+    return planner_cases.make_spec(**{"context_tokens": 256, **changes})
 
 
 def numbers(spec: ModelSpec) -> ModelNumbers:

@@ -12,9 +12,9 @@ from gyre.cluster.book import Book
 from gyre.cluster.member import Member
 from gyre.cluster.routing import assign, cost_tokens
 from gyre.cluster.seats import News
-from gyre.cluster.streams import PoolStream, end_chunk
+from gyre.cluster.streams import PoolStream
 from gyre.core.errors import DeadlineError, RankError
-from gyre.core.records import Finish, Partial, Request
+from gyre.core.records import Finish, Partial, Request, TokenChunk
 
 MOST_COMPLETIONS = 4096  # of one request
 NO_ENGINE = "no engine takes work: none is started and has weights"
@@ -66,7 +66,7 @@ class Desk:
         stream = PoolStream(request.request_id, self._abort)
         if reason := self._why_refuse(request):
             self._note_refusal(request.request_id, reason)
-            stream.push(end_chunk(request.request_id, 0, "refused", reason))
+            stream.push(TokenChunk.end(request.request_id, 0, "refused", reason))
             stream.end()
             return stream
         loop = asyncio.get_running_loop()
@@ -139,7 +139,7 @@ class Desk:
             self._note_refusal(live.request_id, reason)
         if error is None:
             for index in live.book.open:
-                for told in live.book.take(end_chunk(live.request_id, index, finish, reason)):
+                for told in live.book.take(TokenChunk.end(live.request_id, index, finish, reason)):
                     live.stream.push(told)
         self._forget(live)
         live.stream.end(error)

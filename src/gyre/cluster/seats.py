@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from gyre.cluster.streams import end_chunk
 from gyre.core.contracts import CommitPolicy
 from gyre.core.errors import InputError
 from gyre.core.records import (
@@ -176,7 +175,7 @@ class EngineSeat:
                 self._tell()
         except Exception as error:  # noqa: BLE001  whatever broke, every completion gets its answer
             why = f"its stream broke: {type(error).__name__}: {error}"
-            self._chunks += [end_chunk(request.request_id, index, "abort", why) for index in sorted(open_)]
+            self._chunks += [TokenChunk.end(request.request_id, index, "abort", why) for index in sorted(open_)]
         self._ended.append(request.request_id)
         self._tell()
 

@@ -7,9 +7,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-import numpy as np
-
-from gyre.core.records import Finish, TokenChunk
+from gyre.core.records import TokenChunk
 
 
 class PoolStream(AsyncIterator[TokenChunk]):
@@ -48,17 +46,3 @@ class PoolStream(AsyncIterator[TokenChunk]):
         if not self._ended:
             await self._abort(self._request_id)
         self._chunks.clear()
-
-
-def end_chunk(request_id: str, index: int, finish: Finish, reason: str) -> TokenChunk:
-    """An answer without tokens."""
-    return TokenChunk(
-        request_id=request_id,
-        index=index,
-        tokens=np.empty(0, np.int32),
-        logprobs=np.empty(0, np.float32),
-        raw_logprobs=np.empty(0, np.float32),
-        versions=np.empty(0, np.int32),
-        finish=finish,
-        reason=reason,
-    )

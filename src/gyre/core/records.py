@@ -127,6 +127,20 @@ class TokenChunk:
     top_logprobs: np.ndarray | None = None  # float32 [c, K], raw
     prompt_logprobs: PromptLogprobs | None = None  # when asked for, in a completion's first chunk with a token
 
+    @staticmethod
+    def end(request_id: str, index: int, finish: Finish, reason: str) -> TokenChunk:
+        """An answer without tokens."""
+        return TokenChunk(
+            request_id=request_id,
+            index=index,
+            tokens=np.empty(0, np.int32),
+            logprobs=np.empty(0, np.float32),
+            raw_logprobs=np.empty(0, np.float32),
+            versions=np.empty(0, np.int32),
+            finish=finish,
+            reason=reason,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:

@@ -18,7 +18,7 @@ from gyre.core.errors import DeadlineError
 from gyre.core.records import Finish, Request, TokenChunk
 from gyre.engine.admission import Load, given_tokens
 from gyre.engine.requests import LATE, WITHDRAWN
-from gyre.engine.streams import TokenStream, end_chunk
+from gyre.engine.streams import TokenStream
 
 Result = TypeVar("Result")
 LOOK_AGAIN_S = 0.05  # while nothing can run, for the deadlines of those that wait
@@ -154,7 +154,7 @@ class Desk:
         self._incoming = []
         self._deliver(
             [
-                end_chunk(request_id, index, "abort", f"the engine failed: {self.failure}")
+                TokenChunk.end(request_id, index, "abort", f"the engine failed: {self.failure}")
                 for request_id, stream in list(self._streams.items())
                 for index in stream.unfinished
             ]
@@ -195,7 +195,7 @@ class Desk:
         self._incoming = [admitted for admitted in self._incoming if not is_due(admitted)]
         for admitted in due:
             name = admitted.request.request_id
-            self._deliver([end_chunk(name, index, finish, reason) for index in self._streams[name].unfinished])
+            self._deliver([TokenChunk.end(name, index, finish, reason) for index in self._streams[name].unfinished])
             if finish == "deadline":
                 self._emit("engine.deadline", request_id=name)
         return len(due)

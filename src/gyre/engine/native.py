@@ -24,7 +24,7 @@ from gyre.engine.memory import KV, KV_HOST, WEIGHTS, EngineMemory
 from gyre.engine.requests import WITHDRAWN
 from gyre.engine.roster import Counters, Roster
 from gyre.engine.runners import choose_runner
-from gyre.engine.streams import TokenStream, end_chunk
+from gyre.engine.streams import TokenStream
 from gyre.engine.weights import EngineWeights
 from gyre.models.decoder import Decoder
 
@@ -83,7 +83,7 @@ class NativeEngine:
             self._refused += 1
             self._emit("engine.refused", request_id=request.request_id, reason=reason)
             for index in stream.unfinished:
-                stream.push(end_chunk(request.request_id, index, "refused", reason))
+                stream.push(TokenChunk.end(request.request_id, index, "refused", reason))
         return stream
 
     async def abort(self, request_id: str) -> None:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import numpy as np
 
-from gyre.core.records import Completion, Finish, Support, TokenChunk
+from gyre.core.records import Completion, Support, TokenChunk
 
 
 class TokenStream(AsyncIterator[TokenChunk]):
@@ -52,20 +52,6 @@ class TokenStream(AsyncIterator[TokenChunk]):
         if self._unfinished:
             await self._abort(self.request_id)
         self._chunks.clear()
-
-
-def end_chunk(request_id: str, index: int, finish: Finish, reason: str) -> TokenChunk:
-    """An answer without tokens."""
-    return TokenChunk(
-        request_id=request_id,
-        index=index,
-        tokens=np.empty(0, np.int32),
-        logprobs=np.empty(0, np.float32),
-        raw_logprobs=np.empty(0, np.float32),
-        versions=np.empty(0, np.int32),
-        finish=finish,
-        reason=reason,
-    )
 
 
 async def collect(stream: AsyncIterator[TokenChunk]) -> tuple[Completion, ...]:
