@@ -3,6 +3,7 @@ restart and nothing else; an engine that is killed costs its rollouts; several n
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,11 @@ from typing import Any
 import pytest
 from system_runs import Answer, Fault, Story, events_of, gyre, read_story, write_config
 
-pytest.importorskip("ray")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
+]
 
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 ON_RAY: Mapping[str, Any] = {

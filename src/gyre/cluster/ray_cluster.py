@@ -26,6 +26,7 @@ STOP_S = 20.0  # longest wait for a killed worker to be gone
 MOST_CALLS = 1000  # at a time, per worker
 # Read by Ray when it is imported. The second one is what keeps a local Ray on 127.0.0.1: it means "local only".
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0"}
+LOOPBACK = "127.0.0.1"
 LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 INSTALL = "pip install 'gyre-rl[cluster]'"
 
@@ -152,6 +153,12 @@ class RayCluster:
                 hint="leave cluster.address out to start Ray here, or start it with `ray start --head`",
             ) from error
         self._ray = ray
+        if not config.address and (heard := ray.util.get_node_ip_address()) != LOOPBACK:
+            ray.shutdown()
+            raise ConfigError(
+                f"Ray was imported before gyre could keep it on {LOOPBACK}, and would listen on {heard}",
+                hint="set RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 in the environment, or do not import ray in this process",
+            )
         options: dict[str, Any] = {"max_concurrency": MOST_CALLS, "concurrency_groups": {WATCH: 8}}
         self._remote: Any = ray.remote(**options)
         self.address = ray.util.get_node_ip_address()  # where this process can be reached by workers
