@@ -26,6 +26,11 @@ COUNTED = [
     "engine.torch_kernels",
     "engine.nonfinite",
     "engine.deadline",
+    "engine.lost",
+    "rank.failed",
+    "rank.hung",
+    "retry.request_requeued",
+    "retry.run_restarted",
     "reward.worker_replaced",
     "reward.nursery_replaced",
     "reward.nursery_killed",
@@ -38,6 +43,7 @@ COUNTED = [
     "trainer.update_skipped",
     "trainer.nothing_to_train",
     "trainer.oversized_chunks",
+    "trainer.idle_ranks",
     "warn.reward_failed",
     "weights.publish_failed",
 ]
@@ -45,17 +51,25 @@ ORDINARY_ENDINGS = (
     "started", "ended", "done", "made", "loaded", "saved", "staged", "committed", "published", "verified", "terminated",
 )  # fmt: skip
 ORDINARY = {
+    "cluster.memory": "a reading",
+    "cluster.starting": "planned",
     "engine.graphs_captured": "at the start",
     "engine.prefill_kernel": "a choice by measurement, told once",
     "engine.prefix_cleared": "old versions' pages never match again",
+    "engine.rejoined": "its loss was counted",
     "engine.resumed": "its preemption was counted",
+    "engine.waits_for_weights": "its loss was counted",
     "fake.failure": "asked for by a test",
     "memory": "a reading",
     "memory.move": "planned",
     "reward.*": "one rollout's outcome; warn.reward_failed counts them by step",
     "reward.window": "a reading",
     "rollouts.carried": "they go on in the next step",
+    "snapshot.waited": "for the one before it, which was still being written",
+    "snapshot.waiting": "likewise",
+    "trainer.attention_kernel": "a choice, told once",
     "trainer.reference_refreshed": "planned",
+    "weights.gathered": "planned",
 }
 
 
@@ -69,6 +83,8 @@ def emitted(source: str) -> set[str]:
         if called not in ("emit", "_emit"):
             continue
         kind = node.args[0]
+        if isinstance(kind, ast.Name):  # passes on what another room named
+            continue
         parts = kind.values if isinstance(kind, ast.JoinedStr) else [kind]
         kinds.add("".join(str(part.value) if isinstance(part, ast.Constant) else "*" for part in parts))
     return kinds

@@ -24,7 +24,7 @@ RESERVED = frozenset({"seq", "t", "attempt", "kind"})
 COUNTED_PREFIXES = ("fallback.", "drop.", "retry.", "warn.")
 COUNTED_ENDINGS = ("skipped", "failed", "dropped", "refused", "removed", "exhausted", "replaced", "killed", "preempted",
                    "voided", "recaptured", "recomputed", ".weak", ".nonfinite", ".deadline", ".torch_kernels",
-                   ".nothing_to_train", ".oversized_chunks")  # fmt: skip
+                   ".nothing_to_train", ".oversized_chunks", ".idle_ranks", ".lost", ".hung")  # fmt: skip
 
 
 class EventLog:
