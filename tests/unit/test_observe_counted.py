@@ -30,7 +30,6 @@ COUNTED = [
     "rank.failed",
     "rank.hung",
     "retry.request_requeued",
-    "retry.run_restarted",
     "reward.worker_replaced",
     "reward.nursery_replaced",
     "reward.nursery_killed",

@@ -207,7 +207,7 @@ class EnginePool:
         member.unanswered.clear()
         lives = self._desk.held_by(member)
         place = member.handle.place
-        self._emit("engine.lost", engine=member.name, place=place, cause=cause, requests=len(lives), counted=True)
+        self._emit("engine.lost", engine=member.name, place=place, cause=cause, requests=len(lives))
         if member.vital:
             self._break_off(
                 RankError(

@@ -223,7 +223,7 @@ class TrainerGroup:
         rank = next(rank for rank, handle in enumerate(self._handles) if handle.name in still)
         silent = [name for name, text in stacks.items() if text.startswith("no stacks")]
         about = f"{', '.join(silent)} answers nothing" if silent else "all ranks that are at it stand still"
-        self._emit("rank.hung", what=what, still_s=dict(still), stacks=stacks, counted=True)
+        self._emit("rank.hung", what=what, still_s=dict(still), stacks=stacks)
         waits = ", ".join(f"{name} for {seconds:.0f} s" for name, seconds in still.items())
         told = "\n\n".join(f"== {name}\n{text}" for name, text in stacks.items())
         first = self._handles[rank]
