@@ -13,6 +13,7 @@ FlatOptimizer is that of a rank that holds everything; trainer.optim_sharded has
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -43,7 +44,7 @@ class Span:
     decays: bool
 
 
-class AdamW:
+class AdamW(ABC):
     """What every split of the state has in common. `layout` says who holds what; `starts` and `file_size` place the
     tensors in the flat buffer that a snapshot holds, which is the same for every split."""
 
@@ -80,32 +81,38 @@ class AdamW:
             for name, parameter in self.parameters.items()
         ]
 
+    @abstractmethod
     def masters(self) -> dict[str, Tensor]:
         """Float32 weights that this rank holds, by name: all, or its run of each."""
-        raise NotImplementedError
+        ...
 
-    def spans(self) -> Iterator[Span]:
-        raise NotImplementedError
+    @abstractmethod
+    def spans(self) -> Iterator[Span]: ...
 
+    @abstractmethod
     def reduce(self) -> None:
         """Sum the gradient over the ranks, in float32; each needs it only where it updates."""
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def refresh_compute(self) -> None:
         """Bring the weights of the forward pass to the master weights, on all ranks."""
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def compute_tensors(self) -> dict[str, Tensor]:
         """Every tensor that lives in the storage of the compute weights, so that all can be given another one."""
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def master_tensors(self) -> dict[str, Tensor]:
         """Master weights that have a storage of their own."""
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def squared_norm(self) -> Tensor:
         """Of the summed gradient where this rank updates it, float64, [1], summed over the shard group."""
-        raise NotImplementedError
+        ...
 
     @property
     def places(self) -> Mapping[str, Place]:
