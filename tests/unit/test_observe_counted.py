@@ -66,7 +66,7 @@ ORDINARY = {
     "rollouts.carried": "they go on in the next step",
     "snapshot.waited": "for the one before it, which was still being written",
     "snapshot.waiting": "likewise",
-    "trainer.attention_kernel": "a choice, told once",
+    "trainer.attention_kernel": "a choice, told once; it says itself that it counts where another kernel broke",
     "trainer.reference_refreshed": "planned",
     "weights.gathered": "planned",
 }

@@ -41,11 +41,15 @@ def flash_attention(
     return TorchFlash.apply(q_THD, k_TKD, v_TKD, layout.offsets, longest, window)
 
 
-def choice(device: torch.device, dtype: torch.dtype, group: int, head_dim: int) -> dict[str, str]:
-    """The kernel for heads like these, and why."""
+class Broken(Unavailable):
+    """It is installed and fits, and does not work."""
+
+
+def choice(device: torch.device, dtype: torch.dtype, group: int, head_dim: int) -> dict[str, Any]:
+    """The kernel for heads like these, and why; `counted` if it is there instead of one that broke."""
     found = training_flash4(device, dtype, group, head_dim)
     if isinstance(found, Unavailable):
-        return {"kernel": "torch", "reason": found.reason}
+        return {"kernel": "torch", "reason": found.reason, "counted": isinstance(found, Broken)}
     return {"kernel": "flash-attn-4", "reason": "it is installed, fits, and agrees with torch's kernel"}
 
 
@@ -67,9 +71,9 @@ def training_flash4(
             attend = pool.submit(flash4.make_training_flash4).result()
             gap = pool.submit(_gap, attend, device, dtype, group, head_dim).result()
     except Exception as error:  # noqa: BLE001  whatever another package breaks in, torch's kernel serves
-        return Unavailable(reason=f"flash-attn-4 failed: {type(error).__name__}: {str(error)[:200]}")
+        return Broken(reason=f"flash-attn-4 failed: {type(error).__name__}: {str(error)[:200]}")
     if not gap <= PROBE_TOLERANCE:
-        return Unavailable(reason=f"flash-attn-4 differs from torch's kernel by {gap:.3g} of the norm")
+        return Broken(reason=f"flash-attn-4 differs from torch's kernel by {gap:.3g} of the norm")
     return attend
 
 
