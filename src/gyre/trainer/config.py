@@ -44,7 +44,7 @@ class TrainerConfig(Section):
     """What a training pass keeps of each layer for its backward pass. none: all that it wants. selective: what is dear
     to make again (the projection to q, k and v, attention, the stream between the halves): about a third of the bytes
     for about a seventh more time. full: the layer's input alone, for about a third more time. Changes speed and
-    memory, never the gradient. With engine.batch_invariant the policy keeps layer inputs alone, whatever stands here."""
+    memory, never the gradient. With engine.batch_invariant the policy keeps layer inputs alone whatever stands here."""
     reference: Literal["none", "initial"] = "initial"
     """What the KL term and DPO compare with: a copy of the weights that the stage began with. It is made only for an
     objective that needs one; none forbids it, for data that brings its own reference log-probs."""
