@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from gyre.trainer.background import BackgroundSnapshots, StagingBuffers
 from trainer_cases import make_trainer
 
 from gyre.core.errors import DeadlineError, SnapshotError
-from gyre.trainer.background import BackgroundSnapshots, StagingBuffers
 from gyre.trainer.snapshot import SnapshotStore
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from trainer_cases import SPEC, make_batch, make_trainer
+from trainer_cases import SPEC, make_batch, make_trainer, whole_tensors
 
 from gyre.core.records import StepReport, TrainBatch, Which
 from gyre.models.decoder import Decoder
@@ -21,9 +21,8 @@ from gyre.parallel.group import Group, alone
 from gyre.trainer.native import NativeTrainer
 from gyre.trainer.optim_sharded import SlicedOptimizer
 from gyre.trainer.passes import chunk_logprobs
-from gyre.trainer.resharding import join
 from gyre.trainer.update import collect_gradients
-from gyre.weights.gather import ShardSource
+from gyre.weights.gather import ShardSource, gather_runs
 
 # No size divides by 4: shards are uneven, and the last rank has no row of some tensors.
 ODD = replace(SPEC, vocab_size=50, mlp_size=23, tied=False, qkv_bias=True, num_layers=3, head_dim=10, hidden_size=18)
@@ -93,7 +92,24 @@ def batch_for(num_sequences: int, seed: int) -> TrainBatch:
 
 def whole(trainer: NativeTrainer) -> dict[str, np.ndarray]:
     """What a snapshot holds; on rank 0."""
-    return {name: tensor.float().numpy().copy() for name, tensor in trainer.snapshot()["tensors"].items()}
+    parts = gathered_parts(trainer._group, trainer.snapshot()["tensors"])
+    return {name: tensor.float().numpy() for name, tensor in whole_tensors(parts.values()).items()}
+
+
+def gathered_parts(group: Group, own: dict[str, Any]) -> dict[str, Any]:
+    """The parts of all ranks, on rank 0; {} on the others."""
+    if group.size == 1:
+        return dict(own)
+    found: list[Any] = [None] * group.size
+    torch.distributed.all_gather_object(found, own, group=group.process_group)
+    assert sum(len(parts) for parts in found) == len({key for parts in found for key in parts}), "saved twice"
+    return {key: part for parts in found for key, part in parts.items()} if group.rank == 0 else {}
+
+
+def taken(trainer: NativeTrainer) -> dict[str, Any]:
+    """A snapshot of all ranks, on rank 0."""
+    state = trainer.snapshot()
+    return {"tensors": gathered_parts(trainer._group, state["tensors"]), "state": state["state"]}
 
 
 def train(
@@ -121,7 +137,10 @@ def gradients(
         if isinstance(optimizer, SlicedOptimizer):
             low, step = optimizer._low, optimizer._slice
             own_N = torch.cat([own_N[low : low + step], own_N[optimizer._whole :]])
-        joined = join(optimizer.layout, optimizer.runs(own_N), torch.float32, optimizer.mesh.shard)
+        joined = {name: torch.empty(shape) for name, shape in optimizer.shapes.items()}
+        runs = gather_runs(optimizer.layout, optimizer.runs(own_N), group=optimizer.mesh.shard, dtype=torch.float32)
+        for run in runs:
+            joined[run.name].view(-1)[run.start : run.stop].copy_(run.values_N)
         found |= {f"{learner.name}.{name}": tensor.numpy() for name, tensor in joined.items()}
     return found, norms
 
@@ -162,14 +181,14 @@ def resume(
     trainer = trainer_on(group, kind, **settings)
     trainer.restore(state)
     reports = [trainer.step_now(batch_for(12, seed=step)) for step in steps]
-    return reports, whole(trainer), dict(trainer.snapshot())
+    return reports, whole(trainer), taken(trainer)
 
 
 def saved(group: Group | None, kind: str, *, steps: int, **settings: Any) -> dict[str, Any]:
     trainer = trainer_on(group, kind, **settings)
     for step in range(steps):
         trainer.step_now(batch_for(12, seed=step))
-    return dict(trainer.snapshot())
+    return taken(trainer)
 
 
 def moved(group: Group | None, kind: str, **settings: Any) -> dict[str, np.ndarray]:

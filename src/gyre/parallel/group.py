@@ -20,6 +20,7 @@ from torch import Tensor
 
 from gyre.core.errors import RankError
 from gyre.parallel.faults import FaultBoard
+from gyre.parallel.notes import Notes, OwnNotes
 
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 LOST = ("gloo", "NCCL", "nccl", "ProcessGroup", "onnection", "imed out", "imeout", "abort")
@@ -37,8 +38,10 @@ class Group:
         device: torch.device,
         process_group: dist.ProcessGroup | None = None,
         board: FaultBoard | None = None,
+        notes: Notes | None = None,
     ) -> None:
         self.name, self.rank, self.size, self.device = name, rank, size, device
+        self.notes: Notes = notes or OwnNotes()
         self._group, self._board = process_group, board
 
     @property
@@ -47,7 +50,7 @@ class Group:
         return self._group
 
     def part(self, name: str, process_group: dist.ProcessGroup) -> Group:
-        """Some of these ranks as a group of their own, under the same fault board."""
+        """Some of these ranks as a group of their own, under the same fault board and with the same notes."""
         return Group(
             name=name,
             rank=process_group.rank(),
@@ -55,6 +58,7 @@ class Group:
             device=self.device,
             process_group=process_group,
             board=self._board,
+            notes=self.notes,
         )
 
     def all_reduce(self, x_N: Tensor, op: Literal["sum", "max"] = "sum") -> None:

@@ -20,6 +20,7 @@ from torch.distributed import PrefixStore, TCPStore
 from gyre.core.errors import RankError
 from gyre.parallel.faults import FaultBoard
 from gyre.parallel.group import Group
+from gyre.parallel.notes import StoreNotes
 
 GRACE_S = 5.0  # how long lost ranks look for one that has a cause to tell
 
@@ -80,6 +81,7 @@ def join(seat: Seat) -> Group:
             device=seat.device,
             process_group=group,
             board=board,
+            notes=StoreNotes(PrefixStore(f"gyre/{seat.round_id}/notes", _connect(seat))),
         )
         world.barrier()
     except RuntimeError as error:

@@ -24,9 +24,10 @@ from gyre.parallel.start import Seat, join
 from gyre.planner.plan import Plan
 from gyre.runconfig import RunConfig
 from gyre.text.tokenizer import load_tokenizer
+from gyre.trainer.snapshot import Fault, find_faults, load
 from gyre.wire.device import Device
 from gyre.wire.make import Machine, Policy, make_machine, make_policy
-from gyre.wire.placement import Snapshots, export_policy, make_snapshots, stage_store
+from gyre.wire.placement import Snapshots, export_policy, make_snapshots
 from gyre.wire.stages import plan_stages
 
 Result = TypeVar("Result")
@@ -81,7 +82,7 @@ class RankWorker:
         self._device: Device | None = None
         self._stage = ""
         self._head: ScalarHead | None = None
-        self._snapshots: Snapshots | None = None  # of the rank that writes
+        self._snapshots: Snapshots | None = None
         self.trainer: TrainerSeat | None = None
         self.engine: EngineSeat | None = None
 
@@ -95,10 +96,9 @@ class RankWorker:
         if self._order.rank is not None:
             trainer = await self._on_compute(lambda: device.make_trainer(stage, self._policy, version))
             if snapshot:
-                await self._on_compute(lambda: trainer.restore(self._load(snapshot)))
-            if self._order.rank == 0:
-                where = (self._config, self._order.folder, stage_name)
-                self._snapshots = make_snapshots(*where, trainer, self._machine, self._context.emit)
+                await self._on_compute(lambda: trainer.restore(_load(snapshot)))
+            where = (self._config, self._order.folder, stage_name)
+            self._snapshots = make_snapshots(*where, trainer, self._machine, self._context.emit, group=self._group)
             self.trainer = TrainerSeat(trainer, rank=self._order.rank, compute=self._machine.compute)
             version = trainer.version
         if plan.kv_pages > 0:
@@ -127,21 +127,24 @@ class RankWorker:
         return self._device.held_bytes
 
     async def save(self, step: int, state: Mapping[str, Any], blobs: Mapping[str, bytes]) -> None:
-        """Write a snapshot: every rank gives its part, the first one writes."""
-        assert self.trainer is not None
-        if self._snapshots is not None:
-            await self._snapshots.save(step=step, state=state, blobs=blobs)
-        else:
-            await self._on_compute(self.trainer.trainer.snapshot)
+        """Write this rank's part of a snapshot."""
+        assert self._snapshots is not None
+        await self._snapshots.save(step=step, state=state, blobs=blobs)
+
+    async def look_through(self, path: str) -> list[Fault]:
+        """What is wrong with this rank's share of a snapshot's bytes."""
+        share, shares = self._order.rank, self._order.world_size
+        assert share is not None
+        return await self._on_compute(lambda: find_faults(Path(path), share=share, num_shares=shares))
 
     async def export(self, folder: str, tokenizer_files: str) -> None:
         files = Path(tokenizer_files)
         await self._on_compute(lambda: export_policy(self._policy, self._head, Path(folder), self._machine, files))
 
-    def _load(self, path: str) -> Mapping[str, Any]:
-        store = stage_store(self._config, self._order.folder, self._stage, self._context.emit)
-        snapshot = store.load(Path(path))
-        return {"tensors": snapshot.tensors, "state": snapshot.state["trainer"]}
-
     async def _on_compute(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._machine.compute, work)
+
+
+def _load(path: str) -> Mapping[str, Any]:
+    snapshot = load(Path(path))
+    return {"tensors": snapshot.tensors, "state": snapshot.state["trainer"]}
