@@ -87,13 +87,17 @@ def _save(group: Group | None, folder: Path, trainer: NativeTrainer, step: int) 
 
 
 def written_by(folder: Path) -> dict[str, int]:
-    """Bytes of each rank's file."""
-    return {path.name: path.stat().st_size for path in sorted(folder.glob("rank-*"))}
+    """Bytes of tensors in each rank's file."""
+    found = {}
+    for path in sorted(folder.glob("rank-*")):
+        header_bytes = int.from_bytes(path.read_bytes()[:8], "little")
+        found[path.name] = path.stat().st_size - header_bytes - 8
+    return found
 
 
 def fail_on(group: Group, folder: str, how: str, *, victim: int, background: bool) -> dict[str, Any]:
     """A good save, then one that fails on one rank, then a good one. Returns what each rank was told, and when."""
-    made, store, events = saver_on(group, Path(folder), background=background)
+    made, store, _ = saver_on(group, Path(folder), background=background)
     made.save(1, parts=lambda: thirds(group, 1.0), state={}, blobs={})
     made.finish()
     began = time.monotonic()
@@ -118,7 +122,7 @@ def _breaking(group: Group, how: str, victim: int) -> dict[str, Any]:
     return thirds(group, 2.0)
 
 
-class _fault:  # noqa: N801  used as a function
+class _fault:
     """On the victim, files may not grow; elsewhere nothing."""
 
     def __init__(self, how: str, here: bool) -> None:

@@ -166,8 +166,6 @@ class Saver:
             if tells:
                 self._emit("snapshot.waited", step=next_step, seconds=time.monotonic() - began)
             self._thread = self._failure = None
-        if failure is not None and not isinstance(failure, GyreError):
-            raise failure
         self._agree(failure)
 
     def _begin(self, step: int) -> Path:
@@ -214,8 +212,10 @@ class Saver:
     def _agree(self, failure: BaseException | None, value: Any = None) -> list[Any]:
         """Every rank's value; or the first rank's failure, raised on all."""
         mine = None
-        if failure is not None:
-            assert isinstance(failure, GyreError)
+        if failure is not None and not isinstance(failure, GyreError):  # a fault of ours: the others must not wait
+            text = f"{type(failure).__name__}: {failure}"
+            mine = {"message": f"rank {self._group.rank} broke in a snapshot: {text}", "hint": "", "late": False}
+        elif failure is not None:
             mine = {"message": failure.message, "hint": failure.hint, "late": isinstance(failure, DeadlineError)}
         told = self._group.share({"failure": mine, "value": value})
         for answer in told:
@@ -291,7 +291,7 @@ class Saver:
         try:
             verdict = self._wait_for(job, look, "not all ranks have written their part")
             if not verdict:
-                self._store.publish(job.aside, join_manifests(from_text(found[key]) for key in keys))
+                self._store.publish(job.aside, join_manifests(from_text(found[key], whole=False) for key in keys))
         except Exception as error:  # noqa: BLE001  the others must hear of any; ours is raised below
             fault = None if isinstance(error, OSError | DeadlineError) else error
             verdict = _as_note(error if isinstance(error, DeadlineError) else self._cannot_write(job.step, error))

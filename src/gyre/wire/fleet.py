@@ -140,21 +140,22 @@ class Spread:
             version=lambda: group.version,
         )
 
-    async def end(self, *, failed: bool) -> None:
+    async def end(self, *, failed: bool, last: bool) -> None:
         """After a failure nothing is asked of the workers any more: `close` ends them."""
         pool, self._pool = self._pool, None
         if pool is not None:
             await pool.close()
         if failed or self._group is None:
             return
-        await self._group.run("end of the stage", "end", patience_s=self._patience_s)
+        await self._group.run("end of the stage", "end", last, patience_s=self._patience_s)
         for handle in [] if pool is None else pool.handles:
             if handle not in self._handles:
                 await self._fleet.cluster.stop(handle)
 
     async def export(self, folder: Path, tokenizer_files: Path) -> None:
         where = (str(folder.absolute()), str(tokenizer_files.absolute()))
-        await ask(self._handles[0], "export", *where, deadline_s=self._settings.call_deadline_s)
+        assert self._group is not None
+        await self._group.run("export", "export", *where, patience_s=self._patience_s)
 
     async def close(self) -> None:
         """End the workers of this attempt."""

@@ -13,9 +13,11 @@ from typing import Any, Protocol
 
 from gyre.core.contracts import EngineLifecycle, PolicyTrainer, RolloutEngine
 from gyre.loop.ports import PhaseGate, SnapshotPort
-from gyre.models.export import export_hub
+from gyre.models.export import export_hub, export_runs
 from gyre.models.heads import ScalarHead
 from gyre.models.load import verify_export
+from gyre.models.spec import ModelSpec
+from gyre.models.verify import verify_runs
 from gyre.parallel.group import Group, alone
 from gyre.planner.plan import Plan
 from gyre.runconfig import RunConfig
@@ -23,6 +25,7 @@ from gyre.text.tokenizer import Tokenizer
 from gyre.trainer.native import NativeTrainer
 from gyre.trainer.saver import Saver
 from gyre.trainer.snapshot import Fault, Snapshot, SnapshotStore, find_faults
+from gyre.weights.gather import ShardSource
 from gyre.wire.device import Device
 from gyre.wire.make import Emit, Facts, Machine, Policy, make_policy
 from gyre.wire.stages import Stage
@@ -60,8 +63,8 @@ class Placement(Protocol):
         """Make a stage's objects; the trainer continues from `found` if there is one."""
         ...
 
-    async def end(self, *, failed: bool) -> None:
-        """Close them, and keep the trained model."""
+    async def end(self, *, failed: bool, last: bool) -> None:
+        """Close them, and keep the trained model; after the last stage only to export it."""
         ...
 
     async def export(self, folder: Path, tokenizer_files: Path) -> None:
@@ -110,7 +113,7 @@ class Inline:
             version=lambda: trainer.version,
         )
 
-    async def end(self, *, failed: bool) -> None:
+    async def end(self, *, failed: bool, last: bool) -> None:
         device, self._device = self._device, None
         if device is None:
             return
@@ -159,6 +162,33 @@ def export_policy(
 ) -> None:
     export_hub(policy.decoder, folder, dtype=machine.dtype, tokenizer_files=tokenizer_files, scalar_head=head)
     verify_export(folder, policy.decoder)
+
+
+def export_shards(
+    spec: ModelSpec,
+    head: ScalarHead | None,
+    source: ShardSource,
+    group: Group,
+    folder: Path,
+    machine: Machine,
+    tokenizer_files: Path,
+) -> None:
+    """As `export_policy`, of weights that lie in shards. All ranks call it; the first one writes, bucket by bucket."""
+    with group.guard("export"):
+        if group.rank:
+            for _ in range(2):  # once to write, once to compare
+                for _ in source.gather_buckets():
+                    pass
+            return
+        export_runs(
+            spec,
+            source.gather_buckets,
+            folder,
+            dtype=machine.dtype,
+            tokenizer_files=tokenizer_files,
+            scalar_head=head,
+        )
+        verify_runs(folder, spec, source.gather_buckets())
 
 
 class Snapshots:

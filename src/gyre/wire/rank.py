@@ -25,9 +25,10 @@ from gyre.planner.plan import Plan
 from gyre.runconfig import RunConfig
 from gyre.text.tokenizer import load_tokenizer
 from gyre.trainer.snapshot import Fault, find_faults, load
+from gyre.weights.gather import ShardSource
 from gyre.wire.device import Device
 from gyre.wire.make import Machine, Policy, make_machine, make_policy
-from gyre.wire.placement import Snapshots, export_policy, make_snapshots
+from gyre.wire.placement import Snapshots, export_policy, export_shards, make_snapshots
 from gyre.wire.stages import plan_stages
 
 Result = TypeVar("Result")
@@ -83,6 +84,7 @@ class RankWorker:
         self._stage = ""
         self._head: ScalarHead | None = None
         self._snapshots: Snapshots | None = None
+        self._shards: ShardSource | None = None  # of the trained model, where no rank has it whole
         self.trainer: TrainerSeat | None = None
         self.engine: EngineSeat | None = None
 
@@ -109,12 +111,18 @@ class RankWorker:
         await self._on_compute(device.manage)
         return version
 
-    async def end(self) -> None:
+    async def end(self, last: bool) -> None:
+        """Close the stage's objects. The next stage wants the policy whole; an export after the last takes shards."""
         device, self._device = self._device, None
         assert device is not None
         self.trainer = self.engine = None
         if device.trainer is not None:
-            self._policy = await self._on_compute(lambda: device.whole_policy(self._policy))
+            if last and device.cuts_weights:
+                source = (await self._on_compute(device.trainer.register))[1]
+                assert isinstance(source, ShardSource)
+                self._shards = source
+            else:
+                self._policy = await self._on_compute(lambda: device.whole_policy(self._policy))
             self._head = device.trainer.head
         await device.close()
         if self._snapshots is not None:
@@ -138,8 +146,13 @@ class RankWorker:
         return await self._on_compute(lambda: find_faults(Path(path), share=share, num_shares=shares))
 
     async def export(self, folder: str, tokenizer_files: str) -> None:
-        files = Path(tokenizer_files)
-        await self._on_compute(lambda: export_policy(self._policy, self._head, Path(folder), self._machine, files))
+        """Write the model in hub layout. Every rank gets the call; the first one writes."""
+        where, files = Path(folder), Path(tokenizer_files)
+        shards, group, spec = self._shards, self._group, self._policy.spec
+        if shards is not None and group is not None:
+            await self._on_compute(lambda: export_shards(spec, self._head, shards, group, where, self._machine, files))
+        elif self._order.rank == 0:
+            await self._on_compute(lambda: export_policy(self._policy, self._head, where, self._machine, files))
 
     async def _on_compute(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._machine.compute, work)

@@ -105,7 +105,8 @@ class Run:
             self._emit("warn.tokenizer_misread", family=policy.spec.family, reason=MISREAD)
         version, result = 0, progress
         for ready in [self._prepare(stage, policy) for stage in stages[at:]]:
-            result, version = await self._run_stage(ready, policy, result, found, version)
+            last = ready.stage is stages[-1]
+            result, version = await self._run_stage(ready, policy, result, found, version, last)
             found = None
         export = await self._export()
         report = self._finish(stages[-1], result, version)
@@ -182,7 +183,7 @@ class Run:
         return Ready(stage=stage, data=data, plan=plan)
 
     async def _run_stage(
-        self, ready: Ready, policy: Facts | Policy, progress: Progress, found: Snapshot | None, version: int
+        self, ready: Ready, policy: Facts | Policy, progress: Progress, found: Snapshot | None, version: int, last: bool
     ) -> tuple[Progress, int]:
         stage, data, plan = ready.stage, ready.data, ready.plan
         if progress.stage != stage.name:
@@ -196,7 +197,7 @@ class Run:
             version, done = placed.version(), True
         finally:
             await built.close()
-            await self._placement.end(failed=not done)
+            await self._placement.end(failed=not done, last=last)
         self._emit("stage.done", stage=stage.name, step=progress.step, version=version)
         return progress, version
 
