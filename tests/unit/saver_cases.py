@@ -14,6 +14,7 @@ import torch
 from trainer_cases import whole_tensors
 from zero_cases import batch_for, gathered_parts, trainer_on
 
+from gyre.parallel import faults
 from gyre.parallel.group import Group, alone
 from gyre.trainer import saver as saver_module
 from gyre.trainer import shardfile
@@ -109,6 +110,7 @@ def fail_on(group: Group, folder: str, how: str, *, victim: int, background: boo
     except Exception as error:  # noqa: BLE001  the test reads it
         told, hint = f"{type(error).__name__}: {error}", getattr(error, "hint", "")
     seconds = time.monotonic() - began
+    group.barrier()  # the first rank has removed what there was
     steps, left = store.steps(), sorted(path.name for path in Path(folder).iterdir())
     group.barrier()
     made.save(3, parts=lambda: thirds(group, 3.0), state={}, blobs={})
@@ -155,6 +157,7 @@ def die_in_a_save(group: Group, folder: str, *, victim: int, background: bool) -
     trainer = trainer_on(group, "sft", layout="zero3")
     made.save(1, parts=trainer.live_snapshot, state={}, blobs={})
     made.finish()
+    faults.LIFE_S = 3.0  # a wait for notes ends no sooner than the dead rank's signs of life
     if group.rank == victim:
         honest = shardfile.os.fsync
 

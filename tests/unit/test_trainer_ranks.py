@@ -6,11 +6,14 @@ from collections.abc import Mapping
 
 import numpy as np
 import pytest
+import torch
+import transformers
 from rank_pool import RankPool
 from trainer_cases import OBJECTIVES, whole_tensors
 from zero_cases import (
     LAYOUTS,
     evaluate,
+    exported,
     freed_between_passes,
     gathered,
     gradients,
@@ -21,6 +24,10 @@ from zero_cases import (
     train,
     with_a_bad_number,
 )
+
+from gyre.core.errors import SnapshotError
+from gyre.models.load import load_hub, verify_export
+from gyre.models.verify import verify_runs
 
 # Every layout with the objective that has the most models; every objective with the layouts that differ most.
 PAIRS = [("ppo", layout) for layout in LAYOUTS]
@@ -209,3 +216,29 @@ def test_what_each_layout_holds(ranks):
         for held in ranks.run(held_bytes, "grpo", dtype="bfloat16", layout=layout):
             got = held["actor.params"], held["actor.grads"], held["actor.optimizer"] + held.get("actor.master", 0)
             assert [size / count for size in got] == pytest.approx([params, grads, rest], rel=0.05), layout
+
+
+def test_an_export_streams_from_the_shards(ranks, tmp_path):
+    """No rank ever holds more than two buckets, and a block on the way to the disk, beside its shard."""
+    folder = tmp_path / "export"
+    results = ranks.run(exported, str(folder), layout="zero3")
+    model_bytes = sum(tensor.nbytes for tensor in results[0]["tensors"].values())
+    assert model_bytes > 4 << 20
+    for result in results:
+        assert 1 << 17 <= result["tensor_bytes"] < 3 << 17, result["tensor_bytes"]
+        assert result["python_bytes"] < model_bytes / 8, result["python_bytes"]
+    files = sorted(folder.glob("model-*.safetensors"))
+    assert len(files) > 2 and (folder / "model.safetensors.index.json").is_file()
+    spec, decoder = load_hub(folder, device=torch.device("cpu"), dtype=torch.float32)
+    for name, parameter in decoder.named_parameters():
+        np.testing.assert_array_equal(parameter.detach().numpy(), results[0]["tensors"][name], err_msg=name)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    embed = theirs.get_input_embeddings().weight.detach().numpy()
+    np.testing.assert_array_equal(embed, results[0]["tensors"]["embed.weight"])
+    verify_export(folder, decoder)
+    runs = [(name, 0, p.numel(), p.detach().view(-1)) for name, p in decoder.named_parameters()]
+    verify_runs(folder, spec, runs)
+    with torch.no_grad():
+        decoder.get_parameter("layers.1.down.weight")[3, 5] += 1
+    with pytest.raises(SnapshotError, match=r"content of layers\.1\.down\.weight"):
+        verify_runs(folder, spec, runs)

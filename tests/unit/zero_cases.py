@@ -5,17 +5,24 @@ from __future__ import annotations
 import os
 import signal
 import time
+import tracemalloc
+import weakref
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from trainer_cases import SPEC, make_batch, make_trainer, whole_tensors
 
 from gyre.core.records import StepReport, TrainBatch, Which
+from gyre.models import hub_tensors
 from gyre.models.decoder import Decoder
+from gyre.models.export import export_runs
 from gyre.models.heads import ScalarHead
 from gyre.models.init import init_weights
+from gyre.models.verify import verify_runs
 from gyre.parallel.config import ParallelConfig
 from gyre.parallel.group import Group, alone
 from gyre.trainer.native import NativeTrainer
@@ -266,3 +273,68 @@ def freed_between_passes(group: Group) -> tuple[list[int], list[int], bool]:
     after = [weight.untyped_storage().nbytes() for weight in seen]
     logprobs_N.sum().backward()
     return during, after, bool(trainer._models.actor.optimizer.grad_N.any())
+
+
+BIG = replace(SPEC, vocab_size=4000, hidden_size=128, mlp_size=512, tied=False)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of tensors that operations make while it is active, and the most that live together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._holders: dict[int, int] = {}
+        self._sizes: dict[int, int] = {}
+        self.peak_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, torch.Tensor):
+                self._watch(tensor, given)
+        return found
+
+    def _watch(self, tensor: torch.Tensor, given: set[int]) -> None:
+        key = tensor.untyped_storage()._cdata
+        if key in given and key not in self._sizes:
+            return  # a view of what was there before
+        self._sizes[key] = tensor.untyped_storage().nbytes()
+        self._holders[key] = self._holders.get(key, 0) + 1
+        weakref.finalize(tensor, self._let_go, key)
+        self.peak_bytes = max(self.peak_bytes, sum(self._sizes.values()))
+
+    def _let_go(self, key: int) -> None:
+        self._holders[key] -= 1
+        if not self._holders[key]:
+            del self._holders[key], self._sizes[key]
+
+
+def exported(group: Group, folder: str, *, layout: str) -> dict[str, Any]:
+    """Train a step with the weights in shards, export them; the bytes that this took beside them, on this rank."""
+    hub_tensors.BLOCK_BYTES = 1 << 14
+    decoder = Decoder(BIG, device=group.device, dtype=torch.float32)
+    init_weights(decoder, 1)
+    trainer = make_trainer("sft", decoder=decoder, group=group, parallel=LAYOUTS[layout])
+    trainer.step_now(batch_for(8, seed=0))
+    _, source = trainer.register()
+    assert isinstance(source, ShardSource)
+
+    def runs():
+        return source.gather_buckets(bucket_bytes=1 << 17)
+
+    tracemalloc.start()
+    with LiveBytes() as live:
+        if group.rank == 0:
+            export_runs(BIG, runs, folder, dtype=torch.float32, tokenizer_files=None, shard_bytes=1_500_000)
+            verify_runs(folder, BIG, runs())
+        else:
+            for _ in range(2):
+                for _ in runs():
+                    pass
+    python_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    whole = {entry.name: torch.empty(entry.shape) for entry in trainer.register()[0].entries}
+    source.gather_into(whole)
+    tensors = {name: tensor.numpy() for name, tensor in whole.items()}
+    return {"tensors": tensors, "tensor_bytes": live.peak_bytes, "python_bytes": python_bytes}
