@@ -153,11 +153,11 @@ def _raise(*_: object) -> None:
 
 def die_in_a_save(group: Group, folder: str, *, victim: int, background: bool) -> str:
     """A rank is killed while it writes its file; what the others are told by the save, or by the step after it."""
+    faults.LIFE_S = 6.0  # a wait for notes ends no sooner than the dead rank's signs of life
     made, _, _ = saver_on(group, Path(folder), background=background)
     trainer = trainer_on(group, "sft", layout="zero3")
     made.save(1, parts=trainer.live_snapshot, state={}, blobs={})
     made.finish()
-    faults.LIFE_S = 3.0  # a wait for notes ends no sooner than the dead rank's signs of life
     if group.rank == victim:
         honest = shardfile.os.fsync
 

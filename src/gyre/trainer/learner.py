@@ -19,7 +19,7 @@ from gyre.trainer.config import TrainerConfig
 from gyre.trainer.optim import AdamW, FlatOptimizer
 from gyre.trainer.optim_sharded import RowOptimizer, SlicedOptimizer
 from gyre.trainer.parallelise import begin_chunk, is_sharded, reshard, shard_decoder
-from gyre.trainer.parts import Holding, PartSource, copies_of
+from gyre.trainer.parts import Holding, PartSource, sharers
 from gyre.vram.pools import StoragePool
 from gyre.vram.virtual import find_driver
 
@@ -104,7 +104,7 @@ class Learner:
                 dtype=torch.float32,
                 tensors=tensors,
                 cut=how,
-                **copies_of(optimizer.layout, split.mesh),
+                sharers=sharers(optimizer.layout, split.mesh),
             )
             for kind, (component, tensors, how) in contents.items()
         ]

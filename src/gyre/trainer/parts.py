@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from gyre.core.errors import SnapshotError
+from gyre.parallel.group import Group
 from gyre.parallel.mesh import Mesh
 from gyre.weights.shards import Place, Shape, ShardLayout
 
@@ -101,8 +102,7 @@ class Holding:
     prefix: str  # of the tensors' names in a snapshot
     layout: ShardLayout
     rank: int  # within the layout
-    copy: int  # which of the copies that ranks hold of the same
-    num_copies: int
+    sharers: Group  # the ranks that hold the same
     dtype: torch.dtype
     tensors: Mapping[str, Tensor]  # this rank's runs by bare name, or what `cut` makes them of; all have a storage
     cut: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = dict  # views, made only where there are bytes
@@ -120,7 +120,8 @@ class Holding:
         """What this rank saves. `readable` has `named` where the bytes can be read now."""
         runs, places = self.cut({name: readable[self.prefix + name] for name in self.tensors}), self._places
         found = []
-        for name, (start, stop) in own_runs(self.layout, self.rank, copy=self.copy, num_copies=self.num_copies).items():
+        mine = own_runs(self.layout, self.rank, copy=self.sharers.rank, num_copies=self.sharers.size)
+        for name, (start, stop) in mine.items():
             values_N = runs[name].reshape(-1)[start - places[name].start : stop - places[name].start]
             shape = tuple(self.layout.shapes[name])
             found.append(Part(name=self.prefix + name, shape=shape, start=start, values_N=values_N))
@@ -153,13 +154,9 @@ def own_runs(layout: ShardLayout, rank: int, *, copy: int, num_copies: int) -> d
     return found
 
 
-def copies_of(layout: ShardLayout, mesh: Mesh) -> dict[str, int]:
-    """Holding's `copy` and `num_copies`: which of the ranks that hold the same this one is."""
-    whole = len(layout.ranks) == 1
-    return {
-        "copy": mesh.world.rank if whole else mesh.replica.rank,
-        "num_copies": mesh.world.size if whole else mesh.replica.size,
-    }
+def sharers(layout: ShardLayout, mesh: Mesh) -> Group:
+    """The ranks that hold the same as this one."""
+    return mesh.world if len(layout.ranks) == 1 else mesh.replica
 
 
 def check_kinds(wanted: Mapping[str, Kind], found: Mapping[str, Kind]) -> None:

@@ -19,7 +19,7 @@ from gyre.parallel.mesh import Split
 from gyre.trainer.config import TrainerConfig
 from gyre.trainer.optim import AdamW
 from gyre.trainer.parallelise import local_tensors, shard_decoder
-from gyre.trainer.parts import Holding, PartSource, copies_of
+from gyre.trainer.parts import Holding, PartSource, sharers
 from gyre.vram.pools import StoragePool
 from gyre.weights.gather import gather_runs, local_runs
 from gyre.weights.shards import ShardLayout, row_layout
@@ -77,7 +77,6 @@ class Reference:
         contents = {"reference.": (self._dtype, local_tensors(self.decoder))}
         if self._average:
             contents["reference.average."] = (torch.float32, self._average)
-        copies = copies_of(self._layout, self._split.mesh)
         return [
             Holding(
                 component="reference",
@@ -86,7 +85,7 @@ class Reference:
                 rank=self._split.rank,
                 dtype=dtype,
                 tensors=tensors,
-                **copies,
+                sharers=sharers(self._layout, self._split.mesh),
             )
             for prefix, (dtype, tensors) in contents.items()
         ]

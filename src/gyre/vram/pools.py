@@ -251,7 +251,7 @@ def _lay_out(like: Tensor, segment: Tensor) -> Tensor:
     """A tensor over the segment's bytes, shaped as `like` is over its own storage."""
     if segment.storage_offset() % like.element_size():
         segment = segment.clone()  # pages hold one segment after the other, of any sizes
-    offset = segment.storage_offset() // like.element_size() + like.storage_offset()
+    offset = int(segment.storage_offset()) // like.element_size() + int(like.storage_offset())
     bare = torch.empty(0, dtype=like.dtype)
     return bare.set_(segment.untyped_storage(), offset, like.size(), like.stride())  # pyright: ignore
 
