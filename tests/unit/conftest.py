@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
-from gyre.kernels.cpu.build import Unavailable
+from gyre.kernels.cpu.build import INSTRUCTION_SETS, InstructionSet, Unavailable
+from gyre.kernels.cpu.chunks import load_chunks
 from gyre.kernels.cpu.library import load_decoder
 
 
@@ -18,3 +21,25 @@ def both_kernels(request, monkeypatch) -> str:
     elif isinstance(library, Unavailable):
         pytest.skip(library.reason)
     return request.param
+
+
+@pytest.fixture(scope="module", params=INSTRUCTION_SETS, ids=lambda one: one.name)
+def instructions(request) -> Iterator[InstructionSet]:
+    """Run the test on the C kernels of each instruction set that this machine has."""
+    found = load_decoder(torch.float32, request.param)
+    if isinstance(found, Unavailable):
+        pytest.skip(found.reason)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gyre.engine.cpu_step.load_decoder", lambda dtype: load_decoder(dtype, request.param))
+        for module in ("cpu.chunks", "choose"):
+            patch.setattr(f"gyre.kernels.{module}.load_chunks", lambda dtype: load_chunks(dtype, request.param))
+        yield request.param
+
+
+@pytest.fixture(scope="module", params=[1, 3], ids=["1 thread", "3 threads"])
+def team(request) -> Iterator[int]:
+    """Run the test with so many threads, whatever the machine has: a team of one hides races."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)

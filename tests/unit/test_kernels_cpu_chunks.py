@@ -17,7 +17,6 @@ from gyre.kernels import attention, heads, logprobs, norm, reference, silu
 from gyre.kernels.attention import PackedLayout, varlen_attention
 from gyre.kernels.choose import kernels_for
 from gyre.kernels.cpu.build import Unavailable
-from gyre.kernels.cpu.chunks import load_chunks
 from gyre.kernels.heads import turn_heads, turn_heads_backward
 from gyre.kernels.logprobs import token_logprobs
 from gyre.kernels.norm import rms_norm_backward, rms_norm_forward
@@ -28,7 +27,7 @@ CPU = torch.device("cpu")
 EPS = 1e-6
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
-pytestmark = pytest.mark.skipif(isinstance(load_chunks(torch.float32), Unavailable), reason="no C compiler here")
+pytestmark = pytest.mark.usefixtures("instructions", "team")
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
 
 
