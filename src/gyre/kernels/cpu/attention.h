@@ -12,7 +12,7 @@
 #define ITEM_ROWS 32 /* query rows (queries × heads of the group) that share a chunk of keys, at most */
 #define SPAN (LANES * PAIR) /* numbers in one vector of values */
 #define ROWS_AT_ONCE 4
-#define HELD (ACCUMULATORS / 6) /* vectors of sums that a row keeps in registers, of so many rows; a multiple of PAIR */
+#define HELD (REGISTERS / 8) /* vectors of sums that a row keeps in registers, of so many rows; a multiple of PAIR */
 
 typedef struct {
     const real *layer;      /* pool of the layer: [page][k or v][kv head][…] */
@@ -86,8 +86,9 @@ INLINE void score_rows(
     for (int64_t d = 0; d < steps; d++)
         UNROLL for (int part = 0; part < PARTS_OF_STEP; part++)
             UNROLL for (int b = 0; b < blocks; b++) {
-                vuint key = load_bits(chunk->keys[first + b] + d * chunk->key_stride);
-                UNROLL for (int r = 0; r < rows; r++) acc[r][b] = multiply_add(part, acc[r][b], key, query[r][d]);
+                vfloat key = part_of(part, load_bits(chunk->keys[first + b] + d * chunk->key_stride));
+                UNROLL for (int r = 0; r < rows; r++)
+                    acc[r][b] = multiply_add(acc[r][b], key, part_of(part, spread_bits(query[r][d])));
             }
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int b = 0; b < blocks; b++) score[r][first + b] = acc[r][b];

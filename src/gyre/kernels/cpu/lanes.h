@@ -12,10 +12,10 @@
 
 #if defined(__AVX512F__) && defined(__AVX512BW__)
 #define LANES 16
-#define ACCUMULATORS 24 /* registers of a product that hold sums; the rest hold its factors */
+#define REGISTERS 32
 #elif defined(__AVX2__) && defined(__FMA__)
 #define LANES 8
-#define ACCUMULATORS 12
+#define REGISTERS 16
 #else
 #error "needs AVX-512 (F and BW), or AVX2 and FMA"
 #endif
@@ -148,17 +148,16 @@ INLINE vfloat exp_of(vfloat x) {
 #define PARTS_OF_STEP 1
 #endif
 
-INLINE vfloat multiply_add(int part, vfloat sum, vuint x, uint32_t weight) {
-#if !GYRE_BF16
-    (void)part;
-    return fused((vfloat)x, (vfloat)spread_bits(weight), sum);
-#elif defined(__AVX512BF16__)
-    (void)part;
-    return (vfloat)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)spread_bits(weight));
+INLINE vfloat part_of(int part, vuint x) {
+    if (PARTS_OF_STEP == 1) return (vfloat)x;
+    return part == 0 ? (vfloat)(x << 16) : (vfloat)(x & 0xffff0000u);
+}
+
+INLINE vfloat multiply_add(vfloat sum, vfloat x, vfloat weight) {
+#if GYRE_BF16 && defined(__AVX512BF16__)
+    return (vfloat)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)weight);
 #else
-    vuint w = spread_bits(weight);
-    if (part == 0) return fused((vfloat)(x << 16), (vfloat)(w << 16), sum);
-    return fused((vfloat)(x & 0xffff0000u), (vfloat)(w & 0xffff0000u), sum);
+    return fused(x, weight, sum);
 #endif
 }
 

@@ -8,6 +8,8 @@
 
 #define GROUP_BLOCKS 4 /* token blocks multiplied at once; the sums of a tile fill the registers */
 #define MOST_ROWS 12 /* of a tile */
+/* Registers that hold sums. The rest hold factors, of which parts need more. */
+#define ACCUMULATORS (REGISTERS == 16 && PARTS_OF_STEP == 2 ? 8 : REGISTERS * 3 / 4)
 #define PANEL_STEPS 512 /* panel lines (steps × blocks) that stay in the first cache while all rows pass: 32 KiB at most */
 #define LINE (64 / (int64_t)sizeof(real)) /* numbers in a cache line */
 #define CHUNK_ROWS 48 /* weight rows between two epilogues; a multiple of all tile heights and of LANES */
@@ -37,11 +39,22 @@ INLINE void tile(int rows, int blocks, const Product *p, int64_t row, int64_t be
         if (k % (LINE / PAIR) == 0) /* the next tile's rows: too short for the processor to foresee them */
             UNROLL for (int i = 0; i < rows; i++) __builtin_prefetch(weight + (rows + i) * p->stride + k * PAIR);
         UNROLL for (int part = 0; part < PARTS_OF_STEP; part++) {
-            vuint x[GROUP_BLOCKS];
-            UNROLL for (int j = 0; j < blocks; j++) x[j] = *(const vuint *)(p->panel + j * p->block_stride + k * LANES);
-            UNROLL for (int i = 0; i < rows; i++) {
-                uint32_t bits = weight_bits(weight + i * p->stride + k * PAIR);
-                UNROLL for (int j = 0; j < blocks; j++) acc[i][j] = multiply_add(part, acc[i][j], x[j], bits);
+            if (blocks > rows) { /* the fewer factors are held while the others pass */
+                vfloat w[MOST_ROWS];
+                UNROLL for (int i = 0; i < rows; i++)
+                    w[i] = part_of(part, spread_bits(weight_bits(weight + i * p->stride + k * PAIR)));
+                UNROLL for (int j = 0; j < blocks; j++) {
+                    vfloat x = part_of(part, *(const vuint *)(p->panel + j * p->block_stride + k * LANES));
+                    UNROLL for (int i = 0; i < rows; i++) acc[i][j] = multiply_add(acc[i][j], x, w[i]);
+                }
+            } else {
+                vfloat x[GROUP_BLOCKS];
+                UNROLL for (int j = 0; j < blocks; j++)
+                    x[j] = part_of(part, *(const vuint *)(p->panel + j * p->block_stride + k * LANES));
+                UNROLL for (int i = 0; i < rows; i++) {
+                    vfloat w = part_of(part, spread_bits(weight_bits(weight + i * p->stride + k * PAIR)));
+                    UNROLL for (int j = 0; j < blocks; j++) acc[i][j] = multiply_add(acc[i][j], x[j], w);
+                }
             }
         }
     }
