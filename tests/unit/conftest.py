@@ -12,11 +12,18 @@ from gyre.kernels.cpu.chunks import load_chunks
 from gyre.kernels.cpu.library import load_decoder
 
 
-@pytest.fixture(params=["c", "torch"])
+@pytest.fixture(params=["c", pytest.param("avx2", marks=pytest.mark.slow), "torch"])
 def both_kernels(request, monkeypatch) -> str:
-    """Run the test on the C kernels, and again without them."""
+    """Run the test on the C kernels, and again without them; where there is time, also on those for AVX2."""
     library = load_decoder(torch.float32)
-    if request.param == "torch":
+    if request.param == "avx2":
+        narrow = load_decoder(torch.float32, INSTRUCTION_SETS[-1])
+        if isinstance(narrow, Unavailable) or library.instructions is narrow.instructions:
+            pytest.skip("there are no AVX2 kernels here beside the best ones")
+        monkeypatch.setattr(
+            "gyre.engine.cpu_step.load_decoder", lambda dtype: load_decoder(dtype, INSTRUCTION_SETS[-1])
+        )
+    elif request.param == "torch":
         monkeypatch.setattr("gyre.engine.cpu_step.load_decoder", lambda dtype: Unavailable(reason="not for this test"))
     elif isinstance(library, Unavailable):
         pytest.skip(library.reason)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gyre.engine.attention import KvPool
 from gyre.engine.cpu_step import CpuStep
+from gyre.engine.parameters import COLDEST
 from gyre.engine.rows import Rows
 from gyre.engine.sampler import choose, make_rules
 from gyre.engine.scheduler import Chunk, Step
@@ -207,3 +208,33 @@ def test_unsound_logits_are_told_and_stay_alone(bad: float) -> None:
     for inverse in (0.0, 1.0):
         got = case.step.choose(case.rows, step, np.full(3, inverse, np.float32), np.full(3, 0.5)).sampled
         assert np.isfinite(got.raw_logprobs).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("place", [0, 7, 8, 95, 96])
+def test_one_unsound_logit_is_told_wherever_it_lies(place: int) -> None:
+    """Within the first vector and the last, and in the tail that fills none: 97 tokens are no multiple of any width."""
+    case = Case(replace(SPEC, tied=False), [1, 1], page_tokens=16, dtype=torch.float32, seed=0)
+    with torch.no_grad():
+        case.decoder.head_weight[place, 3] = float("inf")
+    step = make_step(np.arange(2), [])
+    for inverse in (0.0, 1.0):
+        got = case.step.choose(case.rows, step, np.full(2, inverse, np.float32), np.full(2, 0.5)).sampled
+        assert np.isnan(got.raw_logprobs).all() and np.isnan(got.logprobs).all()
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 999), scale=st.sampled_from([0.3, 4.0, 60.0]), coldest=st.booleans())
+def test_draws_at_both_ends_take_tokens_with_weight(seed: int, scale: float, coldest: bool) -> None:
+    """Where most tokens weigh nothing, the least and the largest uniform number still find one that does."""
+    vocab = int(np.random.default_rng(seed).integers(2, 900))
+    case = Case(replace(SPEC, vocab_size=vocab, num_layers=1), [1] * 4, page_tokens=16, dtype=torch.float32, seed=seed)
+    with torch.no_grad():
+        case.decoder.final_norm.weight.mul_(scale)
+    uniform_N = np.array([0.0, np.nextafter(1.0, 0.0), 0.0, np.nextafter(1.0, 0.0)])
+    temperature_N = np.full(4, COLDEST if coldest else 1.0, np.float32)
+    step = make_step(np.arange(4), [])
+    got = case.step.choose(case.rows, step, np.float32(1.0) / temperature_N, uniform_N).sampled
+    logits_NV = case.step.logits(case.rows, step).double().numpy()
+    assert np.isfinite(got.logprobs).all() and (got.logprobs <= 0).all()
+    below_N = (logits_NV.max(1) - logits_NV[np.arange(4), got.tokens]) / temperature_N
+    np.testing.assert_array_less(below_N, 88.0)  # e^-88: what float32 takes for more than nothing

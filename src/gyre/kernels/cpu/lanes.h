@@ -24,10 +24,10 @@
 
 #define VECTOR(bytes) __attribute__((vector_size(bytes)))
 typedef float vfloat VECTOR(LANES * 4);
-typedef float vfloat_any __attribute__((vector_size(LANES * 4), aligned(4)));
+typedef float vfloat_any __attribute__((vector_size(LANES * 4), aligned(2))); /* bfloat16 rows begin anywhere */
 typedef int32_t vint VECTOR(LANES * 4);
 typedef uint32_t vuint VECTOR(LANES * 4);
-typedef uint32_t vuint_any __attribute__((vector_size(LANES * 4), aligned(4)));
+typedef uint32_t vuint_any __attribute__((vector_size(LANES * 4), aligned(2)));
 typedef uint16_t vhalf_any __attribute__((vector_size(LANES * 2), aligned(2)));
 typedef double vdouble VECTOR(LANES * 4); /* half as many */
 typedef float vfloat_part VECTOR(LANES * 2);
