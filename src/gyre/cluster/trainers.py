@@ -76,9 +76,12 @@ class TrainerGroup:
         hang_s: float,
         version: int = 0,
         clock: Callable[[], float] = time.monotonic,
+        look_s: float = LOOK_S,
+        grace_s: float = GRACE_S,
     ) -> None:
         self._cluster, self._handles, self._emit, self._clock = cluster, tuple(handles), emit, clock
         self._deadline_s, self._hang_s = call_deadline_s, hang_s
+        self._look_s, self._grace_s = look_s, grace_s
         self._failed: RankError | None = None
         self.version = version
 
@@ -154,7 +157,7 @@ class TrainerGroup:
                 open_ = [task for task in tasks if not task.done()]
                 if any(task.exception() is not None for task in tasks if task.done()):
                     if open_:
-                        await asyncio.wait(open_, timeout=GRACE_S)
+                        await asyncio.wait(open_, timeout=self._grace_s)
                     self._raise_verdict(what, tasks)
                 if not open_:
                     return [task.result() for task in tasks]
@@ -188,7 +191,7 @@ class TrainerGroup:
         names = tuple(handle.name for handle in self._handles)
         pulse = Pulse(names, self._clock())
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(self._look_s)
             pulse.observe(await self._look(tasks), self._clock())
             busy = {handle.name for handle, task in zip(self._handles, tasks, strict=True) if not task.done()}
             still = {name: s for name, s in pulse.still_s(self._clock()).items() if name in busy}
@@ -239,7 +242,7 @@ class TrainerGroup:
         futures = [handle.begin(method, *args) for handle in self._handles]
         done, late = wait(futures, self._deadline_s, return_when=FIRST_EXCEPTION)
         if late and any(future.exception() is not None for future in done):
-            wait(late, GRACE_S)  # a rank that failed holds up those that wait for it
+            wait(late, self._grace_s)  # a rank that failed holds up those that wait for it
         results, errors = [], {}
         for rank, (handle, future) in enumerate(zip(self._handles, futures, strict=True)):
             try:
