@@ -162,6 +162,7 @@ class SimEngine:
         for request in requests:
             if self.version is None or self.version < call.asked_version:
                 self.stale.append(request.request_id)
+                self.version = self.version or 0
             begun = {partial.index: len(partial.tokens) for partial in request.partials}
             for partial in request.partials:
                 wanted = [token_at(request, partial.index, place) for place in range(len(partial.tokens))]
