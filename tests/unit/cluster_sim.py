@@ -174,7 +174,7 @@ class SimEngine:
 
     def _poll(self, call: Call) -> News:
         (chunks, ended), self.news = self.news, ([], [])
-        return News(chunks=tuple(chunks), ended=tuple(ended), steps=self.steps)
+        return News(chunks=tuple(chunks), ended=tuple(ended), progress=self.steps)
 
     def _abort(self, call: Call, request_id: str) -> None:
         self._end(request_id, "abort")

@@ -88,9 +88,9 @@ class Member:
                 self._on_lost(self, str(error))
                 return
             self._on_news(self, news)
-            pulse.observe({self.name: news.steps}, time.monotonic())
+            pulse.observe({self.name: news.progress}, time.monotonic())
             if self.unanswered and pulse.stalled(time.monotonic(), self._hang_s):
-                self._on_lost(self, f"no engine step for {self._hang_s:g} s\n{await self._stacks()}")
+                self._on_lost(self, f"no progress of the engine for {self._hang_s:g} s\n{await self._stacks()}")
 
     async def _stacks(self) -> str:
         try:

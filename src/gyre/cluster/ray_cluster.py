@@ -15,6 +15,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Literal
 
+import psutil
+
 from gyre.cluster.config import ClusterConfig
 from gyre.cluster.host import Host, OnEvent, Reply, WorkerFault, settle_reply
 from gyre.cluster.waiting import arrive
@@ -77,8 +79,10 @@ class Actor:
 class RayHandle:
     """One actor."""
 
-    def __init__(self, spec: RoleSpec, actor: Any, on_event: OnEvent) -> None:
-        self.name, self.place = spec.name, "starting"
+    def __init__(self, spec: RoleSpec, actor: Any, on_event: OnEvent, *, here: str) -> None:
+        """`here`: this process's address, as workers on its machine give theirs."""
+        self.name, self.place, self._here = spec.name, "starting", here
+        self.process: psutil.Process | None = None  # on this machine
         self.actor, self._on_event = actor, on_event
         self._number = 0
         self.stopped = ""
@@ -96,6 +100,7 @@ class RayHandle:
         def settle(out: Future[Any], answer: tuple[Reply, int, str]) -> None:
             reply, pid, address = answer
             self.place = f"node {address}, pid {pid}"
+            self.process = _find_process(pid) if address == self._here else None
             self._settle(out, reply)
 
         return self._follow(self.actor.build.remote(), settle)
@@ -140,6 +145,28 @@ class RayHandle:
             line for line in told if not line.startswith(("class_name:", "actor_id:", "pid:", "namespace:", "ip:"))
         ]
         return self.stopped or " ".join(wanted)[:600]
+
+
+def _find_process(pid: int) -> psutil.Process | None:
+    """A worker's process, when it is one of this machine's."""
+    try:
+        process = psutil.Process(pid)
+        return process if process.cmdline()[:1] and process.cmdline()[0].startswith("ray::") else None
+    except psutil.Error:
+        return None
+
+
+def _end_process(process: psutil.Process) -> bool:
+    """Ray calls an actor dead as soon as it was told to kill it. One that hangs or was stopped by a signal is still
+    there then, with its device. Blocks; says whether it is gone."""
+    try:
+        process.kill()
+        process.wait(STOP_S)
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.Error:
+        return False
+    return True
 
 
 def _pass_on(out: Future[Any], value: Any) -> None:
@@ -210,7 +237,7 @@ class RayCluster:
             scheduling_strategy="SPREAD",
             runtime_env={"env_vars": dict(spec.environment)},
         ).remote(spec)
-        handle = RayHandle(spec, actor, self._on_event)
+        handle = RayHandle(spec, actor, self._on_event, here=self.address)
         self._handles.add(handle)
         build = handle.build()
         try:
@@ -228,10 +255,12 @@ class RayCluster:
             self._ray.kill(handle.actor)
         try:
             await arrive(handle.until_end(), handle, "its end", STOP_S)
-        except WorkerLate:
-            self._on_event(handle.name, "warn.worker_not_gone", place=handle.place, waited_s=STOP_S)
         except (WorkerLost, WorkerFault):
-            return
+            if handle.process is None or await asyncio.to_thread(_end_process, handle.process):
+                return
+        except WorkerLate:
+            pass
+        self._on_event(handle.name, "warn.worker_not_gone", place=handle.place, waited_s=STOP_S)
 
     async def watch(self, handle: WorkerHandle) -> str:
         assert isinstance(handle, RayHandle)
