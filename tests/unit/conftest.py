@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from rank_pool import RankPool
 
 from gyre.kernels.cpu.build import Unavailable
 from gyre.kernels.cpu.library import load_decoder
@@ -18,3 +19,19 @@ def both_kernels(request, monkeypatch) -> str:
     elif isinstance(library, Unavailable):
         pytest.skip(library.reason)
     return request.param
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """Four ranks over gloo."""
+    pool = RankPool(4)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """Two ranks over gloo."""
+    pool = RankPool(2)
+    yield pool
+    pool.close()

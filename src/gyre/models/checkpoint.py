@@ -1,6 +1,6 @@
 """Checkpoint: the weights of a hub-layout folder under our names, read a run at a time. In: a folder or hub name.
-Out: a source of numbers, whose names and shapes were checked before any was read. Files are mapped: a run touches its own
-pages only. Callers: models.load, wire (each rank reads its part).
+Out: a source of numbers, whose names and shapes were checked before any was read. Files are mapped: a run touches its
+own pages only. Callers: models.load, wire (each rank reads its part).
 """
 
 # N numbers of a run, R rows, C columns

@@ -1,5 +1,5 @@
-"""Pieces: weights that a rank reads a run at a time. In: a TensorSource, which numbers are whose. Out: this rank's tensors,
-filled. A start so holds its own part and one run beside it, and reads only its own numbers. Callers: trainer, wire.
+"""Pieces: weights that a rank reads a run at a time. In: a TensorSource, which numbers are whose. Out: this rank's
+tensors, filled. So a start holds its own part and one run beside it, and reads its own numbers. Callers: trainer, wire.
 
 The sources that read files and draw numbers are in the room models; they have this shape without knowing of it.
 """
