@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from start_cases import from_folder, from_seed, peak_bytes, resumed
+from start_cases import from_folder, from_seed, peak_bytes, resumed, started
 from trainer_cases import CPU, SPEC, make_trainer
-from zero_cases import SPECS, decoder_on, saved, whole
+from zero_cases import SPECS, batch_for, decoder_on, saved, whole
 
 from gyre.models.decoder import Decoder
-from gyre.models.init import init_weights
+from gyre.models.init import FreshWeights, init_weights
 from gyre.models.load import export_hub, load_hub
 
 CUT = ("zero2", "zero3", "hybrid3")
@@ -108,6 +108,22 @@ def test_a_resumed_trainer_reads_no_weights_and_is_blank_until_it_is_restored(ra
         assert refused == ["refused", "SnapshotError, refused", "SnapshotError, refused"] and updates == 1
         if found:
             assert_same(found, expected)
+
+
+def test_what_the_plan_parks_leaves_as_soon_as_it_is_made():
+    """So the critic is gone from the device when the actor is made; the numbers are the same."""
+    settings = {"weights": FreshWeights(SPEC, 3), "spec": SPEC, "dtype": "bfloat16"}
+    parked = {"critic.grads": "none", "actor.grads": "none", "reward": "host"}
+    parked |= dict.fromkeys(("critic.params", "critic.master", "critic.optimizer", "actor.optimizer"), "host")
+    trainer = started(None, "ppo", reward=FreshWeights(SPEC, 4), parked=parked, **settings)
+    tiers = {component.name: component.tier for component in trainer.components()}
+    assert tiers == {name: parked.get(name, "device") for name in tiers} and parked.keys() < tiers.keys()
+    assert all(trainer.measure()[name].device_bytes == 0 for name in parked)
+    there = started(None, "ppo", reward=FreshWeights(SPEC, 4), **settings)
+    assert_same(whole(trainer), whole(there))
+    trainer.move([name for name, tier in parked.items() if tier == "host"], "device")
+    batch = batch_for(8, seed=0)
+    assert trainer.step_now(batch).metrics == there.step_now(batch).metrics
 
 
 def test_one_process_never_imports_what_cuts_weights():

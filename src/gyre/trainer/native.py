@@ -80,6 +80,7 @@ class NativeTrainer:
         version: int = 0,
         shared: bool = True,
         disk_folder: Path | None = None,
+        parked: Mapping[str, Tier] | None = None,
         group: Group | None = None,
         parallel: ParallelConfig | None = None,
         logprobs: ChunkLogprobs | None = None,
@@ -89,9 +90,10 @@ class NativeTrainer:
         `weights` fill a decoder on the meta device, and what begins like it (reference, critic); without them it is
         blank, and nothing but `restore` may follow. `reward_weights` fill a reward model on the meta device.
         `shared` goes into the manifest: the engine reads this trainer's own weights. `disk_folder` gives components
-        a disk tier. `logprobs` is how actor and reference compute a chunk's log-probs, if not as usual. `group`: the
-        ranks that train together (`parallel.start.join`). Each has a NativeTrainer made with the same arguments and
-        weights, and every rank calls every method, with the same global batch. `parallel` says how their models lie
+        a disk tier; `parked` ones leave the device as soon as they are made. `logprobs` is how actor and reference
+        compute a chunk's log-probs, if not as usual. `group`: the ranks that train together (`parallel.start.join`).
+        Each has a NativeTrainer made with the same arguments and weights, and every rank calls every method, with the
+        same global batch. `parallel` says how their models lie
         over them."""
         self._objective, self._config, self._seed = objective, config, seed
         self._compute, self._emit, self._shared = compute, emit, shared
@@ -109,12 +111,14 @@ class NativeTrainer:
         assert head is None or trains_scores(objective), f"objective {objective.kind} trains no scalar head"
         self._version, self._steps_done = version, 0
         self._filled = weights is not None or not is_blank(decoder)
+        self._tenancy = Tenancy(disk_folder, parked or {})
         logprobs = logprobs or partial(chunk_logprobs, checkpointing=config.checkpointing)
         splitter = Splitter(self._group, parallel or ParallelConfig())
         with self._group.guard("start of the trainer"):
             self._start(decoder, head, critic, weights, splitter, logprobs)
             if reward_model is not None:
                 start_frozen(reward_model[0], splitter.split("reward"), reward_weights)
+                self._tenancy.take_reward(reward_model)
         self._planner = Planner(
             objective=objective,
             config=config,
@@ -125,7 +129,6 @@ class NativeTrainer:
             rank=self._group.rank,
             num_ranks=self._group.size,
         )
-        self._tenancy = Tenancy(self._models.learners, self._reference, reward_model, disk_folder)
         self._evaluator = Evaluator(
             objective=objective,
             config=config,
@@ -148,9 +151,10 @@ class NativeTrainer:
     ) -> None:
         """Make the models that a snapshot holds. The actor last: what begins like it reads it before it is cut."""
         first = weights if is_blank(decoder) else LiveTensors(dict(decoder.named_parameters()))
-        config, reference, learner = self._config, None, None
+        config, tenancy, reference, learner = self._config, self._tenancy, None, None
         if needs_reference(self._objective) and config.reference == "initial":
-            reference = Reference(blank_copy(decoder), config, splitter.split("reference"), first)
+            own = Reference(blank_copy(decoder), config, splitter.split("reference"), first)
+            reference = tenancy.take_reference(own)
         if needs_critic(self._objective):
             split = splitter.split("critic")
             if critic is not None:
@@ -158,7 +162,8 @@ class NativeTrainer:
             else:
                 scores = ScalarHead(decoder.spec.hidden_size, device=self._group.device)
                 learner = Learner("critic", blank_copy(decoder), scores, config, split, first)
-        actor = Learner("actor", decoder, head, config, splitter.split("actor"), weights)
+            tenancy.take_learner(learner)
+        actor = tenancy.take_learner(Learner("actor", decoder, head, config, splitter.split("actor"), weights))
         self._models, self._reference = Models(actor=actor, critic=learner, logprobs=logprobs), reference
 
     # PolicyTrainer ---------------------------------------------------------------------------------------------------

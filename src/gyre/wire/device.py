@@ -75,6 +75,7 @@ class Device:
                 version=version,
                 shared=not self.cuts_weights,
                 disk_folder=self._disk_folder(),
+                parked=self._plan.parked_at_start,
                 group=self._group or alone(self._machine.device),
                 parallel=self._config.parallel,
                 logprobs=self._logprobs(stage),
