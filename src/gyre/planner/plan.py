@@ -186,9 +186,11 @@ class Plan:
     @property
     def parked_at_start(self) -> dict[str, Tier]:
         """Components of the trainer that leave the device as soon as they are made, and where to."""
-        elsewhere: dict[str, Tier] = dict.fromkeys(self.start.host, "host") | dict.fromkeys(self.start.disk, "disk")
-        away = {c.name for c in self.components} - set(self.start.device)
-        return {name: elsewhere.get(name, "none") for name in sorted(away) if not name.startswith("engine.")}
+        found: dict[str, Tier] = {}
+        for name in sorted({c.name for c in self.components} - set(self.start.device)):
+            if not name.startswith("engine."):
+                found[name] = "host" if name in self.start.host else "disk" if name in self.start.disk else "none"
+        return found
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"

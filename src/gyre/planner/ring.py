@@ -23,7 +23,7 @@ MADE_IN_TURN = ("reference", "critic", "actor", "reward", "engine")  # owners, a
 def walk_start(components: Sequence[ComponentPlan], first: PhasePlan) -> PhasePlan:
     """How a stage comes to its `first` phase. Owners are made one after the other, each on the device; what that phase
     keeps elsewhere leaves as soon as its owner is there. Weights are read straight into their storage."""
-    tiers = {c.name: _tier_in(first, c) for c in components}
+    tiers: dict[str, Tier] = {c.name: _tier_in(first, c) for c in components}
     held: dict[Tier, dict[str, int]] = {"device": {}, "host": {}, "disk": {}, "none": {}}
     peak, moved = 0, 0
     for owner in MADE_IN_TURN:
@@ -47,12 +47,9 @@ def walk_start(components: Sequence[ComponentPlan], first: PhasePlan) -> PhasePl
 
 
 def _tier_in(phase: PhasePlan, component: ComponentPlan) -> Tier:
-    places: tuple[tuple[Tier, Mapping[str, int]], ...] = (
-        ("device", phase.device),
-        ("host", phase.host),
-        ("disk", phase.disk),
-    )
-    return next((tier for tier, owners in places if component.name in owners), "none")
+    places: dict[Tier, Mapping[str, int]] = {"device": phase.device, "host": phase.host, "disk": phase.disk}
+    found = [tier for tier, owners in places.items() if component.name in owners]
+    return found[0] if found else "none"
 
 
 def walk_ring(

@@ -9,7 +9,6 @@ clip, AdamW, version + 1. Torch work runs on the compute thread that the constru
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
@@ -222,15 +221,13 @@ class NativeTrainer:
                 hint="resume with the config that the run was started with",
             )
         self._filled = False  # until all of it is there
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self._group.guard("restore"))
-            for component in self._tenancy.tiers():
-                if not component.endswith(".grads"):
-                    stack.enter_context(self._tenancy.on_device(component))
-            for learner in self._models.learners:
-                learner.restore(tensors, int(numbers["num_updates"][learner.name]))
+        with self._group.guard("restore"):
+            for learner in self._models.learners:  # one at a time: what is parked need not fit beside the others
+                with self._tenancy.all_on_device(f"{learner.name}."):
+                    learner.restore(tensors, int(numbers["num_updates"][learner.name]))
             if self._reference is not None:
-                self._reference.restore(tensors)
+                with self._tenancy.on_device("reference"):
+                    self._reference.restore(tensors)
         self._version, self._steps_done = int(numbers["version"]), int(numbers["steps_done"])
         self._filled = True
 

@@ -72,3 +72,12 @@ class Tenancy(PoolTenant):
         finally:
             if tier != "device":
                 self.move([name], tier)
+
+    @contextlib.contextmanager
+    def all_on_device(self, prefix: str) -> Iterator[None]:
+        """Bring one model's components to the device for a while, but for gradients."""
+        with contextlib.ExitStack() as stack:
+            for name in self.tiers():
+                if name.startswith(prefix) and not name.endswith(".grads"):
+                    stack.enter_context(self.on_device(name))
+            yield
