@@ -48,8 +48,10 @@ def walk_start(components: Sequence[ComponentPlan], first: PhasePlan) -> PhasePl
 
 def _tier_in(phase: PhasePlan, component: ComponentPlan) -> Tier:
     places: dict[Tier, Mapping[str, int]] = {"device": phase.device, "host": phase.host, "disk": phase.disk}
-    found = [tier for tier, owners in places.items() if component.name in owners]
-    return found[0] if found else "none"
+    for tier, owners in places.items():
+        if component.name in owners:
+            return tier
+    return "none"
 
 
 def walk_ring(
