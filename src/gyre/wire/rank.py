@@ -49,7 +49,7 @@ class RankOrder:
 
 
 async def build_rank(context: Context, *, order: RankOrder) -> RankWorker:
-    """Make the model and become a rank; returns when all ranks are there."""
+    """Make the model, without its weights, and become a rank; returns when all ranks are there."""
     os.chdir(order.directory)
     machine = make_machine(order.config)
     tokenizer = load_tokenizer(order.folder / "tokenizer")
@@ -81,7 +81,6 @@ class RankWorker:
         self._context, self._order, self._machine = context, order, machine
         self._config, self._policy, self._group = order.config, policy, group
         self._device: Device | None = None
-        self._stage = ""
         self._head: ScalarHead | None = None
         self._snapshots: Snapshots | None = None
         self._shards: ShardSource | None = None  # of the trained model, where no rank has it whole
@@ -91,12 +90,14 @@ class RankWorker:
     async def begin(self, stage_name: str, plan_json: str, version: int, snapshot: str) -> int:
         """Make the stage's objects; with `snapshot`, a path, the trainer goes on from it. Returns its version."""
         stage = next(stage for stage in plan_stages(self._config, "all") if stage.name == stage_name)
-        plan, self._stage = Plan.from_json(plan_json), stage_name
+        plan = Plan.from_json(plan_json)
         device = self._device = Device(
             self._config, plan, self._order.folder, self._machine, self._context.emit, group=self._group
         )
         if self._order.rank is not None:
-            trainer = await self._on_compute(lambda: device.make_trainer(stage, self._policy, version))
+            trainer = await self._on_compute(
+                lambda: device.make_trainer(stage, self._policy, version, resumed=bool(snapshot))
+            )
             if snapshot:
                 await self._on_compute(lambda: trainer.restore(_load(snapshot)))
             where = (self._config, self._order.folder, stage_name)
@@ -105,9 +106,8 @@ class RankWorker:
             version = trainer.version
         if plan.kv_pages > 0:
             own_weights = self.trainer is None or device.cuts_weights
-            self.engine = EngineSeat(
-                await device.make_engine(self._policy, own_weights=own_weights), trainer=self.trainer
-            )
+            engine = await device.make_engine(self._policy, own_weights=own_weights)
+            self.engine = EngineSeat(engine, trainer=self.trainer, ticks=lambda: self._context.ticks)
         await self._on_compute(device.manage)
         return version
 
