@@ -12,8 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 from saver_cases import parts_of, saver_on
+from trainer_cases import SPEC, make_trainer
 
 from gyre.core.errors import DeadlineError, SnapshotError
+from gyre.objectives.config import PpoConfig
+from gyre.planner.memory import staging_bytes
+from gyre.planner.shapes import model_numbers
 from gyre.trainer.saver import Staging
 from gyre.trainer.snapshot import SnapshotStore
 
@@ -125,6 +129,16 @@ def test_staging_memory_is_kept_and_grows() -> None:
     again = copy({"a": torch.zeros(10), "b": tensors["b"]})
     assert again[0].data_ptr() == first[0].data_ptr() and first[0].eq(0.0).all() and staging.size_bytes == 3 * 64
     assert copy({"a": torch.ones(100)})[0].eq(1.0).all() and staging.size_bytes == 448
+
+
+def test_the_planner_counts_what_is_staged(tmp_path: Path) -> None:
+    trainer = make_trainer("ppo", dtype=torch.bfloat16, objective=PpoConfig(kl_coef=0.1), reference_moving_average=0.9)
+    saver, _, events = saver_on(None, tmp_path, background=True)
+    saver.save(1, parts=trainer.live_snapshot, state={}, blobs={})
+    saver.finish()
+    (staged,) = [fields["buffer_bytes"] for kind, fields in events if kind == "snapshot.staged"]
+    planned = staging_bytes(model_numbers(SPEC), "bfloat16", trained=2, reference=True, average=True, ranks=1)
+    assert planned <= staged < planned + 64 * (len(trainer.snapshot()["tensors"]) + 1) + 12 * SPEC.hidden_size
 
 
 KILLED = """
