@@ -247,3 +247,11 @@ def freed_between_passes(group: Group) -> tuple[list[int], list[int], bool]:
     after = [weight.untyped_storage().nbytes() for weight in seen]
     logprobs_N.sum().backward()
     return during, after, bool(trainer._models.actor.optimizer.grad_N.any())
+
+
+def warmed(group: Group) -> float:
+    """The sum of all ranks' numbers after a warm-up, which must leave the ranks in step."""
+    group.warm_up(largest=1000)
+    x_N = torch.full((3,), float(group.rank + 1), device=group.device)
+    group.all_reduce(x_N)
+    return float(x_N[0])
