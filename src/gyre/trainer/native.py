@@ -31,7 +31,7 @@ from gyre.core.records import (
     Which,
 )
 from gyre.kernels import flash
-from gyre.kernels.choose import CUDA_DTYPES, why_torch
+from gyre.kernels.choose import CUDA_DTYPES, c_instructions, why_torch
 from gyre.models.decoder import Decoder
 from gyre.models.heads import ScalarHead
 from gyre.objectives.api import (
@@ -101,6 +101,8 @@ class NativeTrainer:
         assert device.type != "meta", "a trainer of a blank model is told its device by the group"
         if (reason := why_torch(device, decoder.dtype)) is not None:
             emit("trainer.torch_kernels", reason=reason)
+        if (instructions := c_instructions(device, decoder.dtype)) is not None:
+            emit("trainer.c_kernels", instructions=instructions)
         if device.type == "cuda" and decoder.dtype in CUDA_DTYPES:
             spec = decoder.spec
             shared_by = spec.num_heads // spec.num_kv_heads
