@@ -77,6 +77,8 @@ class LineProgress:
         elif kind == "step.done" and (state.step == state.steps or row["t"] - self._last_line_t >= LINE_INTERVAL_S):
             self._last_line_t = row["t"]
             self._print(step_line(state))
+        elif kind == "trace.written":
+            self._print("\n".join(trace_lines(row)))
         elif kind == "attempt.started" and row.get("resumed_from"):
             self._print(f"resumed as attempt {row['attempt']}")
         if state.num_counted > counted:
@@ -107,6 +109,8 @@ class PanelProgress:
         if self._live is None and self._state.done is None:
             self._live = Live(get_renderable=self.render, console=self._console, refresh_per_second=4, transient=True)
             self._live.start()
+        if row["kind"] == "trace.written":  # in a terminal it scrolls by above the panel
+            self._console.print("\n".join(trace_lines(row)), markup=False, highlight=False, soft_wrap=True)
         if row["kind"] == "run.done":
             self.close()
 
@@ -140,6 +144,16 @@ def eval_line(row: Mapping[str, Any]) -> str:
     if judged is None:
         return f"eval {name}: no measure recorded at step {row.get('step', 0)}"
     return f"eval: {eval_title(name, judged[0])} {show_measure(*judged)}{over(row)} at step {row.get('step', 0)}"
+
+
+def trace_lines(row: Mapping[str, Any]) -> list[str]:
+    """Return what a traced step's time went into, as lines of plain text."""
+    parts = {"computing": "compute_s", "communicating": "communication_s", "of it exposed": "exposed_s", "idle": "idle_s"}
+    spent = ", ".join(f"{name} {float(row.get(key) or 0.0):.4f} s" for name, key in parts.items())
+    lines = [f"trace of step {row.get('step')}: {row.get('file')}, {float(row.get('seconds') or 0.0):.4f} s: {spent}"]
+    for entry in row.get("top") or ():
+        lines.append(f"  {entry['seconds']:>10.6f} s  {entry['calls']:>7} ×  {entry['name']}")
+    return lines
 
 
 def event_detail(row: Mapping[str, Any]) -> str:
