@@ -6,14 +6,12 @@ import gc
 import os
 import signal
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 from trainer_cases import SPEC, make_batch, make_trainer
 
 from gyre.core.errors import ConfigError
@@ -267,32 +265,30 @@ def measures(group: Group | None, kind: str, *, folder: str = "", **settings: An
     return {**counted, "measured": dict(report.measured), "events": events}
 
 
-def alive_bytes(group: Group | None, kind: str, **settings: Any) -> tuple[dict[str, int], int, int]:
-    """Bytes of a trainer between two steps: by component, of all tensors alive that were not before, and of what is
-    gathered or kept for the model itself."""
+def alive_bytes(group: Group | None, kind: str, **settings: Any) -> tuple[dict[str, int], int]:
+    """Bytes of a trainer between two steps: by component, and of all tensors alive that were not before."""
     gc.collect()
-    before = {storage for storage, _ in storages_alive()}
+    before = set(storages_alive())
     trainer = trainer_on(group, kind, **settings)
     for step in range(2):
         trainer.step_now(batch_for(12, seed=step))
     gc.collect()
     told = {name: usage.device_bytes for name, usage in trainer.measure().items()}
-    alive = {storage: size for storage, size in storages_alive() if storage not in before}
-    return told, sum(alive.values()), len(alive)
+    return told, sum(size for storage, size in storages_alive().items() if storage not in before)
 
 
-def storages_alive() -> Iterator[tuple[int, int]]:
-    """Every storage on the CPU that a tensor of this process holds: identity, bytes."""
-    for thing in gc.get_objects():
-        if isinstance(thing, torch.Tensor) and not isinstance(thing, DTensor) and thing.device.type == "cpu":
-            storage = thing.untyped_storage()
-            if storage.nbytes():
-                yield storage._cdata, storage.nbytes()
+def storages_alive() -> dict[int, int]:
+    """Bytes of every storage on the CPU that a tensor of this process holds, by its identity."""
+    kinds = torch.Tensor, torch.nn.Parameter
+    tensors = [thing for thing in gc.get_objects() if type(thing) in kinds and thing.device.type == "cpu"]
+    return {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
 
 
 def refused_mixture(group: Group, names: list[str]) -> str:
     """What ranks say whose devices have these names."""
-    record = DeviceRecord(host=f"node-{group.rank // 2}", name=names[group.rank], capability="9.0", memory_bytes=1 << 30)
+    record = DeviceRecord(
+        host=f"node-{group.rank // 2}", name=names[group.rank], capability="9.0", memory_bytes=1 << 30
+    )
     try:
         refuse_mixture(group, record)
     except ConfigError as error:

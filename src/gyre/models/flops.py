@@ -5,7 +5,7 @@ Callers: trainer.measures (MFU), bench. docs/training.md states the formula.
 
     forward = 2 · W · T  +  4 · H · D · Σ pairs  +  2 · O · E · N
 
-W weights of the layers' matrices (norms, biases and the embedding, a look-up, are none), T tokens, H heads of D numbers,
+W weights of the layers' matrices (not of norms, biases and the embedding, a look-up), T tokens, H heads of D numbers,
 O rows of the output projection (the vocabulary, or 1 of a scalar head), E hidden size, N rows that it is asked for.
 Pairs: of each layer and sequence of L tokens L²/2, causal attention counted at half; with a sliding window of w < L
 tokens w·L - w²/2. What is computed a second time (checkpointing, logits by blocks) does not count, nor does padding.
@@ -19,7 +19,9 @@ from collections.abc import Iterable
 from gyre.models.spec import ModelSpec
 
 
-def forward_flops(spec: ModelSpec, lengths: Iterable[int], *, num_outputs: int, output_rows: int | None = None) -> float:
+def forward_flops(
+    spec: ModelSpec, lengths: Iterable[int], *, num_outputs: int, output_rows: int | None = None
+) -> float:
     """Of sequences of these lengths in tokens, packed or not. `num_outputs` (N) hidden states go through an output
     projection with `output_rows` (O) rows; left out, the vocabulary's."""
     lengths = list(lengths)

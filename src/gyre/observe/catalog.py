@@ -105,8 +105,13 @@ PANELS = (
         title="Throughput",
         unit="tokens/s",
         help="Tokens per second of wall time: over whole steps, and per device while it trains.",
-        metrics=("tokens_per_second", "tokens_per_second/*", "*_tokens_per_second", "tokens_per_s",
-                 "train_tokens_per_second_per_device"),
+        metrics=(
+            "tokens_per_second",
+            "tokens_per_second/*",
+            "*_tokens_per_second",
+            "tokens_per_s",
+            "train_tokens_per_second_per_device",
+        ),
     ),
     Panel(
         panel_id="mfu",

@@ -148,7 +148,12 @@ def eval_line(row: Mapping[str, Any]) -> str:
 
 def trace_lines(row: Mapping[str, Any]) -> list[str]:
     """Return what a traced step's time went into, as lines of plain text."""
-    parts = {"computing": "compute_s", "communicating": "communication_s", "of it exposed": "exposed_s", "idle": "idle_s"}
+    parts = {
+        "computing": "compute_s",
+        "communicating": "communication_s",
+        "of it exposed": "exposed_s",
+        "idle": "idle_s",
+    }
     spent = ", ".join(f"{name} {float(row.get(key) or 0.0):.4f} s" for name, key in parts.items())
     lines = [f"trace of step {row.get('step')}: {row.get('file')}, {float(row.get('seconds') or 0.0):.4f} s: {spent}"]
     for entry in row.get("top") or ():

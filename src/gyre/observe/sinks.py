@@ -16,7 +16,6 @@ from gyre.core.errors import ConfigError
 from gyre.observe.events import RESERVED
 from gyre.observe.jsonl import as_number
 
-
 FIRST_WORKER = "worker-0"  # all workers of a run do the same
 
 

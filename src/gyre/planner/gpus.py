@@ -125,8 +125,7 @@ def recognise_gpu(device_name: str) -> Gpu | None:
     fitting = [
         gpu
         for gpu in GPUS.values()
-        if (named := set(gpu.name.split("-"))) <= told
-        and all(PLAIN_WORDS.fullmatch(word) for word in told - named)
+        if (named := set(gpu.name.split("-"))) <= told and all(PLAIN_WORDS.fullmatch(word) for word in told - named)
     ]
     return max(fitting, key=lambda gpu: gpu.name.count("-"), default=None)
 

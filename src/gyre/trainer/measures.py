@@ -13,8 +13,8 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 
-from gyre.models.spec import ModelSpec
 from gyre.models.flops import forward_flops
+from gyre.models.spec import ModelSpec
 from gyre.parallel.group import Group
 from gyre.trainer.chunk import Chunk
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from gyre.observe.metrics import largest
 from gyre.objectives.api import AnyObjective, LossInputs, add_sums, finish_sums, loss_sum, trains_scores
+from gyre.observe.metrics import largest
 from gyre.parallel.group import Group
 from gyre.trainer.chunk import Chunk
 from gyre.trainer.learner import Learner
