@@ -1,8 +1,9 @@
 """Sinks: curves for the trackers that people know. In: event rows. Out: TensorBoard files, W&B runs.
 
-Both show `step.done` as METRIC, `eval.done` as eval/NAME/METRIC, seconds of a phase as phase_seconds/PHASE and what each
-owner holds on the device in a phase as memory_bytes/PHASE/OWNER, each stage by itself; of a run's workers the first is
-shown. Neither package is imported unless it is asked for. Callers: `wire`, which subscribes `sink.write` to the event log and closes the sink at the end.
+Both show `step.done` as METRIC, `eval.done` as eval/NAME/METRIC, the seconds of a phase as phase_seconds/PHASE and what
+each owner holds on the device in it as memory_bytes/PHASE/OWNER, each stage by itself; of a run's workers the first.
+Neither package is imported unless it is asked for. Callers: `wire`, which subscribes `sink.write` to the event log and
+closes the sink at the end.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Devices: what each rank computes on, and that all have the same. In: a rank's device. Out: nothing, or a ConfigError
 that lists who has what. Caller: parallel.start, when all ranks are there.
 
-Ranks wait for the slowest of them and hold equal parts, so one slower or smaller GPU would slow down or starve them all;
-and kernels that differ by GPU type would give ranks that hold copies different bits.
+Ranks wait for the slowest of them and hold equal parts, so one slower or smaller GPU would slow down or starve them
+all; and kernels that differ by GPU type would give ranks that hold copies different bits.
 """
 
 from __future__ import annotations

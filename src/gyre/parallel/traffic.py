@@ -32,8 +32,8 @@ class Sent:
 
 
 def ring_bytes(kind: Kind, whole_bytes: int, ranks: int) -> int:
-    """Bytes that one rank sends. `whole_bytes`: of the tensor that is reduced or broadcast, of all slices together where
-    it is gathered or scattered."""
+    """Bytes that one rank sends. `whole_bytes`: of the tensor that is reduced or broadcast, of all slices together
+    where it is gathered or scattered."""
     if ranks <= 1:
         return 0
     if kind == "broadcast":

@@ -46,8 +46,8 @@ class TrainerConfig(Section):
     for about a seventh more time. full: the layer's input alone, for about a third more time. Changes speed and
     memory, never the gradient. With engine.batch_invariant the policy keeps layer inputs alone whatever stands here."""
     trace_steps: tuple[int, ...] = ()
-    """Loop steps whose training is traced with torch.profiler, on the first rank: RUN/traces/step-N.trace.json.gz, which
-    Perfetto and chrome://tracing open. A traced step is slower."""
+    """Loop steps whose training is traced with torch.profiler, on the first rank: RUN/traces/step-N.trace.json.gz,
+    which Perfetto and chrome://tracing open. A traced step is slower. A cold start has none."""
     reference: Literal["none", "initial"] = "initial"
     """What the KL term and DPO compare with: a copy of the weights that the stage began with. It is made only for an
     objective that needs one; none forbids it, for data that brings its own reference log-probs."""

@@ -1,5 +1,5 @@
-"""Measures: how fast this trainer is, in the numbers that people compare. In: what its passes and steps did and how long
-they took. Out: metrics of a step that depend on the machine, joined over the ranks. Caller: trainer.native.
+"""Measures: how fast this trainer is, in the numbers that people compare. In: what its passes and steps did, and how
+long they took. Out: metrics of a step that depend on the machine, joined over the ranks. Caller: trainer.native.
 
 MFU = FLOPs that the models ask for (models/flops.py; three forward passes' worth where there is a backward pass, one
 where there is none) / (seconds × ranks × the device's data-sheet rate). Both are counted over the step and over the
@@ -27,7 +27,7 @@ class Meter:
     def __init__(self, group: Group, *, peak_flops: float | None) -> None:
         self._group, self._peak_flops = group, peak_flops
         self._flops = self._seconds = 0.0
-        self._wait_s: float | None = 0.0
+        self._waits_s: list[float | None] = []  # of each step and evaluation
         self._sent: dict[str, int] = {}
 
     @contextlib.contextmanager
@@ -42,8 +42,7 @@ class Meter:
             sent = self._group.traffic.take()
             for kind, size in sent.bytes_by_kind.items():
                 self._sent[kind] = self._sent.get(kind, 0) + size
-            both = self._wait_s is not None and sent.wait_s is not None
-            self._wait_s = self._wait_s + sent.wait_s if both else None  # type: ignore[operator]
+            self._waits_s.append(sent.wait_s)
 
     def count(self, spec: ModelSpec, chunks: Sequence[Chunk], *, scalar: bool, backward: bool) -> None:
         """The passes of one model over this rank's chunks; `scalar`: a value per target or a score per sequence."""
@@ -56,10 +55,12 @@ class Meter:
                 self._flops += flops * (3 if backward else 1)
 
     def report(self, *, num_tokens: int, step_s: float) -> dict[str, float]:
-        """Metrics since the last report; `num_tokens` were trained on in a step of `step_s`. Collective. Bytes and FLOPs
-        are sums over the ranks, seconds and waits are those of the rank that took longest."""
-        own = {"flops": self._flops, "s": self._seconds, "step_s": step_s, "wait_s": self._wait_s, "sent": self._sent}
-        self._flops, self._seconds, self._wait_s, self._sent = 0.0, 0.0, 0.0, {}
+        """Metrics since the last report; `num_tokens` were trained on in a step of `step_s`. Collective. Bytes and
+        FLOPs are sums over the ranks, seconds and waits are those of the rank that took longest."""
+        known = [wait_s for wait_s in self._waits_s if wait_s is not None]
+        wait_s = math.fsum(known) if len(known) == len(self._waits_s) else None
+        own = {"flops": self._flops, "s": self._seconds, "step_s": step_s, "wait_s": wait_s, "sent": self._sent}
+        self._flops, self._seconds, self._waits_s, self._sent = 0.0, 0.0, [], {}
         ranks = self._group.share(own)
         return join(ranks, num_tokens=num_tokens, peak_flops=self._peak_flops)
 
