@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hypothesis
 import pytest
 import torch
 
 from gyre.kernels.cpu.build import Unavailable
 from gyre.kernels.cpu.library import load_decoder
+
+hypothesis.settings.register_profile("gyre", deadline=None)  # a busy machine says nothing of an example
+hypothesis.settings.load_profile("gyre")
 
 
 @pytest.fixture(params=["c", "torch"])
