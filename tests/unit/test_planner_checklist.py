@@ -109,6 +109,14 @@ def test_a_line_whose_feature_is_missing_says_so(feature: str, part: str, name: 
     assert lines()[part, name].state != "not built"
 
 
+def test_a_layout_that_offloads_needs_offload() -> None:
+    tight = {"gpus": 1, "shape": "qwen3-8b", "fixed": Fixed(offload="optimizer")}
+    assert state(lines(**tight), "Memory optimization") == "on"
+    lacking = replace(SETTINGS, features={**SETTINGS.features, "optimizer offload": False})
+    line = lines(**tight, settings=lacking)["training", "Memory optimization"]
+    assert line.state == "not built" and "optimizer offload: not built" in line.reason
+
+
 def test_the_line_of_faults_follows_the_cluster() -> None:
     on = lines()["training", "Fault detection"]
     assert on.state == "on" and "up to 2 times" in on.reason

@@ -96,7 +96,7 @@ def test_a_plan_without_a_model_names_the_shapes() -> None:
 # The rows of the tracker's table of speeds and memory, on 8 × H200.
 ROWS = [
     ({"shape": "qwen3-8b", "sequence_tokens": 8192}, "qwen3-8b"),
-    ({"shape": "qwen3-4b", "sequence_tokens": 40_960}, "qwen3-4b"),
+    ({"shape": "qwen3-4b", "sequence_tokens": 65_536}, "qwen3-4b"),
     ({"shape": "qwen3-0.6b", "sequence_tokens": 8192}, "qwen3-0.6b"),
 ]
 
@@ -104,7 +104,9 @@ ROWS = [
 @pytest.mark.parametrize(("given", "name"), ROWS)
 @pytest.mark.parametrize("zero", [None, 0, 1, 2, 3])
 def test_every_row_has_a_plan_whose_parts_sum_up_and_whose_lines_have_reasons(given, name, zero) -> None:
-    stage = plan_shape(Request(gpus=8, gpu="h200", zero=zero, **given))["stages"][name]
+    found = plan_shape(Request(gpus=8, gpu="h200", zero=zero, **given))
+    stage, beyond = found["stages"][name], given["sequence_tokens"] > SHAPES[name].context_tokens
+    assert bool(found["notes"]) is beyond and ("rotary embedding must be stretched" in found["text"]) is beyond
     best = stage["best"]
     assert best["device_bytes"] <= stage["device_budget_bytes"] and not best["short_device_bytes"]
     assert zero in (None, best["layout"]["zero"])

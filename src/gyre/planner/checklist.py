@@ -134,8 +134,10 @@ def _memory(choice: Choice, settings: Settings) -> Line:
     )
     if not layout.zero and layout.offload == "none":
         return Line(name="Memory optimization", state="off", reason=reason)
-    needed = "ZeRO" if layout.zero else "optimizer offload"
-    return Line(name="Memory optimization", state=_state(needed, settings), reason=reason)
+    needed = (["ZeRO"] if layout.zero else []) + (["optimizer offload"] if layout.offload != "none" else [])
+    missing = [feature for feature in needed if not settings.features[feature]]
+    reason += "".join(f"; {feature}: not built" for feature in missing)
+    return Line(name="Memory optimization", state="not built" if missing else "on", reason=reason)
 
 
 def _checkpointing(choice: Choice, settings: Settings) -> Line:

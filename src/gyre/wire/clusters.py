@@ -31,6 +31,7 @@ from gyre.trainer.config import SnapshotConfig
 from gyre.wire.make import Emit, find_spec, make_tokenizer
 from gyre.wire.stages import Stage, StageData, load_stage_data, plan_stages, read_inputs
 
+STRETCH = 4  # times the published context: what the Qwen3 model cards state for YaRN (arXiv 2309.00071)
 GRAPH_BYTES = 256 * MIB  # private pools of the engine's graphs; an estimate
 
 
@@ -71,10 +72,13 @@ def plan_shape(request: Request) -> dict[str, Any]:
             hint=f"give RUN.toml, or --shape with one of {', '.join(SHAPES)}",
         )
     spec, cluster = find_shape(request.shape), request.cluster()
-    if not 1 <= request.sequence_tokens <= spec.context_tokens:
+    longest, published = request.sequence_tokens, spec.context_tokens
+    if not 1 <= longest <= STRETCH * published:
         raise ConfigError(
-            f"--sequence-tokens {request.sequence_tokens}: {request.shape} takes 1 to {spec.context_tokens} tokens"
+            f"--sequence-tokens {longest}: {request.shape} was published for {published} tokens; accepted are 1 to "
+            f"{STRETCH * published}, which a stretched rotary embedding can reach"
         )
+    stretched = f"{longest} tokens are beyond the published {published}: the model's rotary embedding must be stretched"
     if request.update_tokens < 1:
         raise ConfigError(f"--update-tokens {request.update_tokens}: need at least 1")
     job = Job(
@@ -88,7 +92,8 @@ def plan_shape(request: Request) -> dict[str, Any]:
     )
     settings = _settings(EngineConfig(), SnapshotConfig(), ClusterConfig(), cluster, completions_per_prompt=1)
     fixed = Fixed(zero=request.zero, shard_ranks=request.shard_ranks)
-    return _answer({request.shape: (choose(job, cluster, fixed), settings)}, spec)
+    notes = [stretched] if longest > published else []
+    return _answer({request.shape: (choose(job, cluster, fixed), settings)}, spec, notes)
 
 
 def plan_stages_for(
@@ -194,8 +199,8 @@ def _settings(
     )
 
 
-def _answer(found: dict[str, tuple[Choice, Settings]], spec: ModelSpec) -> dict[str, Any]:
-    texts, stages = [], {}
+def _answer(found: dict[str, tuple[Choice, Settings]], spec: ModelSpec, notes: Sequence[str] = ()) -> dict[str, Any]:
+    texts, stages = [f"note: {note}\n" for note in notes], {}
     for name, (choice, settings) in found.items():
         training, inference = training_lines(choice, settings), inference_lines(choice, settings)
         texts.append(f"== {name} ==\n\n{describe(choice, training, inference)}")
@@ -203,5 +208,6 @@ def _answer(found: dict[str, tuple[Choice, Settings]], spec: ModelSpec) -> dict[
     return {
         "text": "\n".join(texts),
         "stages": stages,
+        "notes": list(notes),
         "model": {"family": spec.family, "num_parameters": spec.num_parameters},
     }
