@@ -20,7 +20,7 @@ from gyre.trainer.update import Found, Totals
 
 
 def test_flops_are_three_passes_of_what_trains_and_one_of_what_is_asked() -> None:
-    """PPO: actor and critic train; the reference and the critic were asked before. Padding and packing count nothing."""
+    """PPO: actor and critic train; policy and critic were asked before. Padding and packing count nothing."""
     trainer, batch = make_trainer("ppo", peak_flops=1.0, tokens_per_chunk=41, epochs_per_batch=2), make_batch(6, step=1)
     told: list[float] = []
     report = trainer._meter.report
@@ -29,16 +29,13 @@ def test_flops_are_three_passes_of_what_trains_and_one_of_what_is_asked() -> Non
     targets = sum(int(sequence.columns["loss_mask"].sum()) for sequence in batch.sequences)
     actor = forward_flops(SPEC, lengths, num_outputs=targets)
     critic = forward_flops(SPEC, lengths, num_outputs=targets, output_rows=1)
-    asked = 0.0
-    for which, flops in (("reference", actor), ("critic", critic)):
-        if which == "critic" or trainer._reference is not None:
-            trainer.evaluate_now(batch, which)
-            asked += flops
+    trainer.evaluate_now(batch, "policy")
+    trainer.evaluate_now(batch, "critic")
     old_logprobs = actor  # two epochs: the step asks the policy itself first
     trainer.step_now(batch)
     trainer.step_now(batch)
     step = 2 * 3 * (actor + critic) + old_logprobs
-    assert told == pytest.approx([asked + step, step], rel=1e-12)
+    assert told == pytest.approx([actor + critic + step, step], rel=1e-12)
 
 
 def test_a_device_without_a_data_sheet_has_no_mfu_and_one_rank_sends_nothing() -> None:

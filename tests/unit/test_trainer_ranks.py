@@ -254,7 +254,7 @@ def test_the_plan_is_what_the_ledger_and_the_tensors_say(ranks, layout):
 def test_ranks_send_what_the_planner_says(ranks, layout):
     """By kind of collective, over all ranks; beside it only metrics are shared."""
     job = replace(make_job("qwen3-0.6b", longest=32, update=100), model=model_numbers(SPEC), dtype="float32")
-    expected = dict.fromkeys(("all_reduce", "all_gather", "reduce_scatter"), 0)
+    expected: dict[str, int] = {"all_reduce": 0, "all_gather": 0, "reduce_scatter": 0}
     for name, size in sent_bytes(job, planned_layout(layout)).items():
         expected[name.removesuffix(" among groups").replace("-", "_")] += size * 4
     results = ranks.run(measures, "sft", layout=layout, tokens_per_chunk=1000)

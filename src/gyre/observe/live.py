@@ -25,7 +25,7 @@ from gyre.observe.live_state import LiveState, advance
 LINE_INTERVAL_S = 1.0  # plain lines of fast steps come no more often than this
 SPARKS = "▁▂▃▄▅▆▇█"
 SHOWN = (("reward", "reward"), ("accuracy", "accuracy"), ("loss", "loss"), ("length", "length"), ("kl", "KL"),
-         ("tokens_per_second", "tokens/s"))  # fmt: skip
+         ("tokens_per_second", "tokens/s"), ("mfu", "MFU"))  # fmt: skip
 
 
 class Progress(Protocol):
@@ -176,7 +176,7 @@ def shown_metrics(state: LiveState) -> list[tuple[str, float]]:
 
 
 def show_metric(label: str, value: float) -> str:
-    return f"{value:.1%}" if label == "accuracy" else show_number(value)
+    return f"{value:.1%}" if label in ("accuracy", "MFU") else show_number(value)
 
 
 def render_panel(state: LiveState, now_t: float) -> RenderableType:
