@@ -193,7 +193,7 @@ def test_joined_partials_are_one_after_the_other(first, second):
             versions=numbers.astype(np.int32),
         )  # fmt: skip
 
-    joined = as_partial(0, [partial(0, first), partial(first, second)])
+    joined = as_partial(2, [partial(0, first), partial(first, second)])
     want = partial(0, first + second)
     for name in ("tokens", "logprobs", "raw_logprobs", "versions"):
         np.testing.assert_array_equal(getattr(joined, name), getattr(want, name))
