@@ -44,13 +44,6 @@ BLOBS = {"rollouts.msgpack": bytes(range(256)), "empty": b""}
 SHARD = "rank-00000.safetensors"
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    pool = RankPool(4)
-    yield pool
-    pool.close()
-
-
 def save(folder: Path, step: int, *, keep: int = 2, tensors=TENSORS) -> tuple[SnapshotStore, list]:
     saver, store, events = saver_on(None, folder, keep=keep)
     saver.save(step, parts=lambda: parts_of(tensors), state={**STATE, "step": step}, blobs=BLOBS)

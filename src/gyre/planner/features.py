@@ -24,7 +24,7 @@ FEATURES: Mapping[str, str] = MappingProxyType(
         "FP16 with loss scaling": "run.dtype=float16",
         "overlapped data loading": "data.prefetch",
         "asynchronous snapshots": "snapshot.background",
-        "restart by itself": "cluster.restarts",
+        "restart by itself": "cluster.max_restarts",
         "quantised weights": "engine.quantise",
         "speculative decoding": "engine.speculate",
         "tensor parallel engine": "engine.tensor_ranks",

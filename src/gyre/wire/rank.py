@@ -118,9 +118,7 @@ class RankWorker:
         self.trainer = self.engine = None
         if device.trainer is not None:
             if last and device.cuts_weights:
-                source = (await self._on_compute(device.trainer.register))[1]
-                assert isinstance(source, ShardSource)
-                self._shards = source
+                self._shards = await self._on_compute(device.trained_shards)
             else:
                 self._policy = await self._on_compute(lambda: device.whole_policy(self._policy))
             self._head = device.trainer.head
