@@ -263,7 +263,7 @@ class NativeEngine:
         )
         return Cycle(
             roster,
-            choose_runner(self._decoder, pool, config, emit=self._emit),
+            choose_runner(self._decoder, pool, config, capture=self._memory.provide_capture(), emit=self._emit),
             token_budget=config.token_budget,
             version=self._weights.version,
             eos_ids=self._limits.eos_ids,
