@@ -71,6 +71,11 @@ class NativeEngine:
         self._terminating = False
         self._refused = 0
 
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens whose KV fits. The last token that a completion chooses needs none."""
+        return self._limits.cache_tokens
+
     # -- RolloutEngine
 
     def submit(self, request: Request) -> TokenStream:

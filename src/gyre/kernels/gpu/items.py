@@ -1,6 +1,7 @@
 """Items of the attention kernels' work lists: two numbers in one int32, how keys are cut into them, block tables of
-whole sequences, and how arrays share one copy to the device. In: lengths, arrays. Out: work lists and tables (numpy). No
-Triton here, so that the host's side is tested without. Callers: decode_attention, prefill_attention, slabs, engine.gpu_layout, engine.gpu_runner, trainer.invariant.
+whole sequences, and how arrays share one copy to the device. In: lengths, arrays. Out: work lists, tables (numpy). No
+Triton here, so that the host's side is tested without. Callers: decode_attention, prefill_attention, slabs,
+engine.gpu_layout, engine.gpu_runner, trainer.invariant.
 """
 
 # B or S sequences, I items of a work list, P pages of the longest sequence
