@@ -231,9 +231,10 @@ def check_rules(folder: Path, where: Where, **config: Any) -> None:
     again = answer(folder, where, requests, **config)
     assert {(part.request_id, part.index): part.tokens.tolist() for part in again} == texts, "seeds decide"
     others = answer(folder, where, [replace(request, seed=request.seed + 100) for request in requests], **config)
-    assert all(
-        (part.tokens.tolist() != texts[part.request_id, part.index]) == (part.request_id in drawn) for part in others
-    )
+    alone = where.bounds is EXACT or config.get("batch_invariant", False)  # else company moves roundings, and near-ties
+    for part in others:
+        if part.request_id in drawn or alone:
+            assert (part.tokens.tolist() != texts[part.request_id, part.index]) == (part.request_id in drawn)
 
 
 def check_completion(request: Request, part: Completion, oracle: Oracle, bound: float) -> None:
