@@ -21,7 +21,7 @@ from gyre.core.contracts import CommitPolicy
 from gyre.core.records import Completion, Partial, Request, Sampling, Tier
 from gyre.engine.config import EngineConfig
 from gyre.engine.native import NativeEngine
-from gyre.engine.streams import collect, join_chunks
+from gyre.engine.streams import collect, complete
 from gyre.models.config import ShapeConfig
 from gyre.models.decoder import Decoder
 from gyre.models.init import init_weights
@@ -200,7 +200,7 @@ async def new_weights(place: Place, policy: CommitPolicy, way: Way) -> None:
         heads = [[await anext(stream) for _ in range(12 if at < 2 else 1)] for at, stream in enumerate(streams)]
         await bench.engine.commit(1, policy=policy)
         rests = [[chunk async for chunk in stream] for stream in streams]
-        results = [join_chunks([*head, *rest]) for head, rest in zip(heads, rests, strict=True)]
+        results = [complete([*head, *rest]) for head, rest in zip(heads, rests, strict=True)]
         later = await bench.ask([replace(one, request_id=f"later {one.request_id}") for one in requests])
         stats = await bench.engine.stats()
         await bench.check_empty()
@@ -243,7 +243,7 @@ async def parks_in_flight(place: Place, tier: Tier) -> list[str]:
             for head, stream in zip(heads, streams, strict=True):
                 head += [await anext(stream) for _ in range(5)]
         rests = [[chunk async for chunk in stream] for stream in streams]
-        results = [join_chunks([*head, *rest]) for head, rest in zip(heads, rests, strict=True)]
+        results = [complete([*head, *rest]) for head, rest in zip(heads, rests, strict=True)]
         assert all(same(part, first) for part, first in zip(results, expected, strict=True))
         assert ("engine.preempted" in bench.kinds()) == (tier == "none")
         await bench.check_empty()
