@@ -28,7 +28,6 @@ from safetensors import safe_open
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["gyre.wire.commands", "gyre.cli.train", "gyre.cli.main", "gyre.observe.report"])
-TIMING = {"tokens_per_second"}  # metrics that a clock decides
 MARK = "GYRE_SYSTEM_TEST"
 RAY_LOGS = ("worker-", "python-core-worker", "raylet", "gcs_server")  # the files worth reading
 
@@ -281,6 +280,7 @@ class Story:
 
 
 def read_story(run: Path) -> Story:
+    from gyre.observe.catalog import TIMED
     from gyre.observe.events import read_events
     from gyre.observe.samples import read_samples
 
@@ -288,7 +288,7 @@ def read_story(run: Path) -> Story:
     steps = [
         {
             **{name: row[name] for name in ("stage", "step", "version", "num_tokens", "num_updates")},
-            "metrics": {name: value for name, value in row["metrics"].items() if name not in TIMING},
+            "metrics": {name: value for name, value in row["metrics"].items() if name not in TIMED},
         }
         for row in rows
         if row["kind"] == "step.done"

@@ -149,8 +149,13 @@ def test_shards_and_engines_alone_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("zero", [2, 3])
 def test_weights_go_from_shards_into_the_engines(tmp_path: Path, undisturbed: Story, zero: int) -> None:
-    """Sharded weights are float32 masters here, so that the numbers are those of the other runs."""
-    story = finished(tmp_path, {**ON_RAY, "parallel.zero": zero})
+    """Sharded weights are float32 masters here, so that the numbers are those of the other runs; also where phases take
+    turns, and a restarted trainer begins with blank models that are parked."""
+    sets, fault = {**ON_RAY, "parallel.zero": zero}, None
+    if zero == 3:
+        sets["memory.residency"] = "phase"
+        fault = Fault(point="event", match="phase.started train", number=3, action="kill_worker", worker="worker-1")
+    story = finished(tmp_path, sets, fault=fault)
     gathered = events_of(tmp_path / "runs" / "tiny", "weights.gathered")
     assert {row["worker"] for row in gathered} == {"worker-0", "worker-1"}
     for here, there in zip(story.steps, undisturbed.steps, strict=True):
