@@ -145,7 +145,7 @@ PANELS = (
 )
 
 
-# Metrics of `step.done` by which two runs that do the same may differ: a clock decides them, or where a run was resumed.
+# Metrics of `step.done` by which two runs that do the same may differ: by the clock, or by where one was resumed.
 MEASURED = ("tokens_per_second", "train_tokens_per_second_per_device", "mfu", "communication_wait_seconds",
             "sent_bytes/*")  # fmt: skip
 
