@@ -148,6 +148,7 @@ class Device:
             return policy
         decoder = Decoder(policy.spec, device=self._machine.device, dtype=self._machine.dtype)
         with self._group.guard("end of the stage"):
+            self.trainer.move(["actor.params"], "device")  # the last phase may have parked it
             _, source = self.trainer.register()
             assert isinstance(source, ShardSource)
             source.gather_into({name: parameter.detach() for name, parameter in decoder.named_parameters()})
