@@ -24,7 +24,7 @@ from gyre.planner.activations import (
 )
 from gyre.planner.plan import ComponentPlan, Dtype, ModelNumbers, PlanInputs, Saving
 from gyre.vram.config import Leave
-from gyre.vram.phases import default_needs, leave_tiers, match_name
+from gyre.vram.phases import default_needs, leave_tiers, match_name, needing_phases
 
 TRUNCATION_ROWS, TRUNCATION_BYTES = 64, 48  # as in engine.truncation: rows at a time, bytes per row and token
 
@@ -139,7 +139,7 @@ def _component(
         name=name,
         size_bytes=size_bytes,
         tiers=tiers,
-        phases=need.phases,
+        phases=needing_phases(need, tiers),
         leave=leave_tiers(name, tiers, leave),
         formula=formula,
     )

@@ -5,7 +5,7 @@ Caller: trainer.native.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -16,10 +16,12 @@ from gyre.models.decoder import Decoder
 from gyre.models.heads import ScalarHead
 from gyre.parallel.mesh import Split
 from gyre.trainer.config import TrainerConfig
+from gyre.trainer.home import Home
 from gyre.trainer.optim import AdamW, FlatOptimizer
 from gyre.trainer.optim_sharded import RowOptimizer, SlicedOptimizer
 from gyre.trainer.parallelise import begin_chunk, is_sharded, reshard, shard_decoder
 from gyre.trainer.resharding import check_whole, join, load
+from gyre.vram.fixed import FixedPool
 from gyre.vram.pools import StoragePool
 from gyre.vram.virtual import find_driver
 
@@ -31,8 +33,17 @@ class Learner:
     """Decoder, scalar head (or None) and optimiser under one name, which prefixes components and snapshot keys."""
 
     def __init__(
-        self, name: str, decoder: Decoder, head: ScalarHead | None, config: TrainerConfig, split: Split
+        self,
+        name: str,
+        decoder: Decoder,
+        head: ScalarHead | None,
+        config: TrainerConfig,
+        split: Split,
+        *,
+        folder: Path | None,
+        emit: Callable[..., None],
     ) -> None:
+        """`folder`: of the disk tier, for offloaded state."""
         self.name, self.decoder, self.head, self.split = name, decoder, head, split
         self.checkpointing: Checkpointing = config.checkpointing
         self.dtype = decoder.dtype  # that the forward pass computes in
@@ -44,8 +55,14 @@ class Learner:
         kind: type[AdamW] = FlatOptimizer
         if split.shards_state:
             kind = RowOptimizer if split.shards_weights else SlicedOptimizer
+        self.home = Home.of(name, decoder.device, config, folder, emit)
         self.optimizer = kind(
-            parameters, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, mesh=split.mesh
+            parameters,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            mesh=split.mesh,
+            home=self.home,
         )
 
     def begin_chunk(self, *, last: bool) -> None:
@@ -57,18 +74,22 @@ class Learner:
         self.optimizer.zero_grad()
         reshard(self.decoder)
 
-    def pools(self, folder: Path | None) -> list[StoragePool]:
+    def pools(self, folder: Path | None) -> list[StoragePool | FixedPool]:
         """One pool per component. With float32 weights the master is the compute weights and has no pool of its own.
-        Whole compute weights keep their addresses: an engine that shares them has captured those in graphs."""
+        Whole compute weights keep their addresses: an engine that shares them has captured those in graphs. What is
+        offloaded stays where it is; the places through which it visits the device are a component too."""
         optimizer, device = self.optimizer, self.decoder.device
-        contents: dict[str, Mapping[str, Tensor]] = {
-            "params": optimizer.compute_tensors(),
-            "grads": {"grad": optimizer.grad_N},
-            "optimizer": {"exp_avg": optimizer.exp_avg_N, "exp_avg_sq": optimizer.exp_avg_sq_N},
-        }
-        if masters := optimizer.master_tensors():
-            contents["master"] = masters
-        tiers: dict[str, tuple[Tier, ...]] = {"grads": ("device", "none")}  # zero between steps: nothing to keep
+        contents: dict[str, Mapping[str, Tensor]] = {"params": optimizer.compute_tensors()}
+        if not self.home.gradients:
+            contents["grads"] = {"grad": optimizer.grad_N}
+        if self.home.state == "none":
+            contents["optimizer"] = {"exp_avg": optimizer.exp_avg_N, "exp_avg_sq": optimizer.exp_avg_sq_N}
+            if masters := optimizer.master_tensors():
+                contents["master"] = masters
+        if self.home.staging_SFN is not None:
+            contents["staging"] = {"slots": self.home.staging_SFN}
+        brief: tuple[Tier, ...] = ("device", "none")  # zero, or of no meaning, between steps: nothing to keep
+        tiers = {"grads": brief, "staging": brief}
         keeps_addresses = not is_sharded(self.decoder)
         return [
             StoragePool(
@@ -80,11 +101,13 @@ class Learner:
                 driver=find_driver(device) if kind == "params" and keeps_addresses else None,
             )
             for kind, tensors in contents.items()
-        ]
+        ] + self.home.fixed_pools()
 
     def state_tensors(self) -> dict[str, dict[str, Tensor]]:
-        """What a snapshot holds of this rank's, by the component that it lives in. Gradients don't outlive a step."""
+        """What a snapshot holds of this rank's, by the component that it lives in. Gradients don't outlive a step.
+        Offloaded state is read where it lies: host memory, or the mapped file."""
         optimizer = self.optimizer
+        self.home.check()
         weights = "master" if optimizer.master_tensors() else "params"
         moments = {"exp_avg": optimizer.exp_avg_N, "exp_avg_sq": optimizer.exp_avg_sq_N}
         return {
@@ -121,6 +144,7 @@ class Learner:
     def restore(self, tensors: Mapping[str, Tensor], num_updates: int) -> None:
         """Take this rank's part of a whole snapshot, in place. Collective: new weights go to all ranks."""
         self.check(tensors)
+        self.home.check()
         optimizer = self.optimizer
         self.clear()
         masters = {name: tensors[f"{self.name}.master.{name}"] for name in optimizer.shapes}
@@ -129,5 +153,6 @@ class Learner:
             whole_N = tensors[f"{self.name}.optimizer.{key}"]
             moments = {name: whole_N[start:] for name, start in optimizer.starts.items()}
             load(optimizer.places, optimizer.runs(own_N), moments)
+        self.home.flush()
         optimizer.num_updates = num_updates
         optimizer.refresh_compute()

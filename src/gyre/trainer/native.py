@@ -105,8 +105,10 @@ class NativeTrainer:
         first = frozen_copy(decoder) if wants_reference else None  # copied before the actor is cut
         trunk = _critic_model(decoder, critic) if needs_critic(objective) else None
         self._models = Models(
-            actor=Learner("actor", decoder, head, config, splitter.split("actor")),
-            critic=Learner("critic", *trunk, config, splitter.split("critic")) if trunk else None,
+            actor=Learner("actor", decoder, head, config, splitter.split("actor"), folder=disk_folder, emit=emit),
+            critic=Learner("critic", *trunk, config, splitter.split("critic"), folder=disk_folder, emit=emit)
+            if trunk
+            else None,
             logprobs=logprobs or partial(chunk_logprobs, checkpointing=config.checkpointing),
         )
         self._reference = Reference(first, config, splitter.split("reference")) if first is not None else None
@@ -191,7 +193,7 @@ class NativeTrainer:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._group.guard("restore"))
             for component in self._tenancy.tiers():
-                if not component.endswith(".grads"):
+                if not component.endswith((".grads", ".staging")):
                     stack.enter_context(self._tenancy.on_device(component))
             for learner in self._models.learners:
                 learner.restore(tensors, int(numbers["num_updates"][learner.name]))
@@ -249,7 +251,7 @@ class NativeTrainer:
         return StepReport(
             step=batch.step,
             version=self._version,
-            metrics=totals.finish(self._group) | self._numbers(plan, factor),
+            metrics=totals.finish(self._group, self._moved()) | self._numbers(plan, factor),
             num_tokens=plan.num_tokens * self._config.epochs_per_batch,
             num_updates=self._version - before,
         )
@@ -282,6 +284,17 @@ class NativeTrainer:
             self._reference.follow(self._models.actor.optimizer, due)
         if due == "refresh":
             self._emit("trainer.reference_refreshed", step=step, version=self._version)
+
+    def _moved(self) -> dict[str, float]:
+        """What offloading moved and waited for since the last step, on this rank; empty without it."""
+        taken = [learner.home.take_traffic() for learner in self._models.learners if learner.home.stream is not None]
+        if not taken:
+            return {}
+        return {
+            "offload_in_bytes": float(sum(one.in_bytes for one in taken)),
+            "offload_out_bytes": float(sum(one.out_bytes for one in taken)),
+            "offload_wait_s": sum(one.waited_s for one in taken),
+        }
 
     def _clear_gradients(self) -> None:
         for learner in self._models.learners:

@@ -42,17 +42,22 @@ class Tenancy(PoolTenant):
         return {component.name: component.tier for component in self.components()}
 
     def need(self, *prefixes: str) -> None:
-        """Every component that begins with one of `prefixes` must be on the device; gradients are made again."""
-        for name, tier in self.tiers().items():
-            if not name.startswith(prefixes) or tier == "device":
+        """Every component that begins with one of `prefixes` and may be on the device must be there; what has no
+        contents to keep is made again."""
+        for component in self.components():
+            name, tiers = component.name, component.tiers
+            if not name.startswith(prefixes) or component.tier == "device" or "device" not in tiers:
                 continue
-            assert name.endswith(".grads"), f"{name} is on tier '{tier}'; the phase needs it on the device"
+            assert tiers == ("device", "none"), (
+                f"{name} is on '{component.tier}'; the phase needs it on the device"
+            )
             self.move([name], "device")
 
     @contextlib.contextmanager
     def on_device(self, name: str) -> Iterator[None]:
-        """Bring a component to the device for a while."""
-        tier = self.tiers()[name]
+        """Bring a component to the device for a while, if it ever is there."""
+        component = next(one for one in self.components() if one.name == name)
+        tier: Tier = component.tier if "device" in component.tiers else "device"
         if tier != "device":
             self.move([name], "device")
         try:
