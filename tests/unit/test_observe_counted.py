@@ -38,6 +38,7 @@ COUNTED = [
     "snapshot.replaced",
     "snapshot.leftover_removed",
     "snapshot.prune_failed",
+    "trainer.offload_leftover_removed",
     "trainer.torch_kernels",
     "trainer.update_skipped",
     "trainer.nothing_to_train",
@@ -67,6 +68,7 @@ ORDINARY = {
     "snapshot.waited": "for the one before it, which was still being written",
     "snapshot.waiting": "likewise",
     "trainer.attention_kernel": "a choice, told once; it says itself that it counts where another kernel broke",
+    "trainer.offload": "where state lives, told once",
     "trainer.reference_refreshed": "planned",
     "weights.gathered": "planned",
 }

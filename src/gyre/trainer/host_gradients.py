@@ -10,6 +10,7 @@ it: float32 sums in the order of the chunks, as on the device. When all buffers 
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as TooLate
@@ -35,7 +36,7 @@ class HostGradients:
         self._adder = ThreadPoolExecutor(1, thread_name_prefix="host-gradients")
         self._failure: BaseException | None = None
         self._is_zero = True
-        self.out_bytes = 0  # sent since it was last set to 0
+        self.out_bytes, self.waited_s = 0, 0.0  # sent, and waited for by the computation, since last set to 0
 
     def add(self, sum_N: Tensor, grad: Tensor) -> None:
         """Add a complete gradient to its place in the sums. Returns before that is done; `grad` may be let go."""
@@ -59,10 +60,12 @@ class HostGradients:
 
     def settle(self) -> None:
         """Wait until everything is added. Raises what hindered it. The sums may be changed by the caller then."""
+        began = time.perf_counter()
         try:
             self._adder.submit(lambda: None).result(self._deadline_s)
         except TooLate:
             raise self._late() from None
+        self.waited_s += time.perf_counter() - began
         self._is_zero = False
         failure, self._failure = self._failure, None
         if failure is not None:
@@ -72,10 +75,13 @@ class HostGradients:
         self._adder.shutdown(wait=True)
 
     def _next_buffer(self) -> Tensor:
+        began = time.perf_counter()
         try:
             return self._free.get(timeout=self._deadline_s)
         except queue.Empty:
             raise self._late() from None
+        finally:
+            self.waited_s += time.perf_counter() - began
 
     def _add(self, sum_N: Tensor, host_N: Tensor, buffer: Tensor, copied: Mark) -> None:
         try:

@@ -48,9 +48,7 @@ class Tenancy(PoolTenant):
             name, tiers = component.name, component.tiers
             if not name.startswith(prefixes) or component.tier == "device" or "device" not in tiers:
                 continue
-            assert tiers == ("device", "none"), (
-                f"{name} is on '{component.tier}'; the phase needs it on the device"
-            )
+            assert tiers == ("device", "none"), f"{name} is on '{component.tier}'; the phase needs it on the device"
             self.move([name], "device")
 
     @contextlib.contextmanager
