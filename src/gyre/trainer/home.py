@@ -19,14 +19,12 @@ from torch import Tensor
 
 from gyre.core.errors import ConfigError
 from gyre.trainer.config import TrainerConfig
-from gyre.trainer.cuts import FLOAT_BYTES, SLOTS, numbers_per_cut
+from gyre.trainer.cuts import FLOAT_BYTES, GRADIENT_BUFFERS, SLOTS, numbers_per_cut
 from gyre.trainer.host_gradients import HostGradients
 from gyre.trainer.offload import FileCarrier, HostCarrier, Slot, Stream, Traffic
 from gyre.trainer.state_file import StateFile
 from gyre.vram.fixed import FixedPool
 from gyre.vram.hostbuffer import HostBuffer
-
-GRADIENT_BUFFERS = 2  # of a cut's size, through which gradients go to the host
 
 
 class Home:
