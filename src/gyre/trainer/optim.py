@@ -66,6 +66,8 @@ class AdamW(ABC):
         self.device = next(iter(self.parameters.values())).device
         self.home = home or Home("", self.device)
         self._update_span = update_span
+        self.reduces_by_parts = self.home.gradients and self.device.type == "cuda"  # sums over ranks need the device
+        self.reduce_numbers = REDUCE_NUMBERS
         self._hooks: list = []
 
     def make_buffers(self, *, gradient_size: int, keeps_master: bool) -> Tensor | None:
@@ -146,10 +148,10 @@ class AdamW(ABC):
 
     def all_reduce(self, group: Group, x_N: Tensor) -> None:
         """Sum over the group; what lies in host memory beside a GPU goes through it a part at a time."""
-        if group.size == 1 or x_N.device.type == group.device.type:
+        if group.size == 1 or not self.reduces_by_parts:
             group.all_reduce(x_N)
             return
-        for part_N in x_N.split(REDUCE_NUMBERS):
+        for part_N in x_N.split(self.reduce_numbers):
             there_N = part_N.to(group.device)
             group.all_reduce(there_N)
             part_N.copy_(there_N)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gyre.trainer.adamw import Span
-from gyre.trainer.optim import REDUCE_NUMBERS, AdamW, round_into, views
+from gyre.trainer.optim import AdamW, round_into, views
 from gyre.trainer.parallelise import local_part
 from gyre.weights.shards import ALIGN, align, row_layout, slice_layout
 
@@ -98,11 +98,11 @@ class SlicedOptimizer(AdamW):
     def _reduce_scatter(self) -> None:
         """Sum this rank's slice over the shard group; from host memory beside a GPU a part at a time."""
         shard = self.mesh.shard
-        if self.grad_N.device.type == shard.device.type:
+        if not self.reduces_by_parts:
             shard.reduce_scatter(self.grad_N[: self._whole])
             return
         slices_SN = self.grad_N[: self._whole].view(shard.size, self._slice)
-        step = max(1, REDUCE_NUMBERS // shard.size)
+        step = max(1, self.reduce_numbers // shard.size)
         for first in range(0, self._slice, step):
             part_SN = slices_SN[:, first : first + step]
             there_N = shard.reduce_scatter(part_SN.to(shard.device).reshape(-1))

@@ -13,6 +13,7 @@ import errno
 import fcntl
 import mmap
 import os
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -42,6 +43,7 @@ class StateFile:
             folder.mkdir(parents=True, exist_ok=True)
             remove_leftovers(folder, emit)
             self._handle = _open_locked(self.path)
+            self._remove = weakref.finalize(self, _remove, self.path, self._handle)  # at the end of the process at last
         except OSError as error:
             raise InputError(
                 f"{self.path} for offloaded optimizer state cannot be made: {error.strerror or error}",
@@ -109,10 +111,6 @@ class StateFile:
         assert self._pages is not None
         return torch.frombuffer(self._pages, dtype=torch.float32, count=numbers, offset=start)
 
-    def _remove(self) -> None:
-        self.path.unlink(missing_ok=True)
-        os.close(self._handle)
-
     def _cannot_read(self, why: str) -> SnapshotError:
         return SnapshotError(
             f"offloaded optimizer state in {self.path} cannot be read: {why}",
@@ -143,6 +141,11 @@ def remove_leftovers(folder: Path, emit: Callable[..., None]) -> None:
             continue  # in use
         finally:
             os.close(handle)
+
+
+def _remove(path: Path, handle: int) -> None:
+    path.unlink(missing_ok=True)
+    os.close(handle)
 
 
 def _open_locked(path: Path) -> int:
