@@ -198,6 +198,23 @@ def test_a_write_that_fails_is_told_as_one(tmp_path) -> None:
     spoilt(trainer)
 
 
+def test_a_write_that_the_disk_refuses_later_is_told_before_it_is_read(tmp_path, monkeypatch) -> None:
+    """The page cache takes what the disk then does not."""
+
+    def refuse(handle: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    trainer = make_trainer("grpo", disk_folder=tmp_path, **SMALL, offload_optimizer="disk")
+    monkeypatch.setattr(os, "fdatasync", refuse)
+    trainer.step_now(make_batch())
+    monkeypatch.setattr(StateFile, "read", lambda *_: pytest.fail("read too early"))
+    refusal = pytest.raises(MemoryBudgetError, match=r"could not be written to .*optimizer.offload: Input/output error")
+    with refusal:
+        trainer.snapshot()
+    with refusal:
+        trainer.step_now(make_batch(seed=1))
+
+
 def test_a_file_that_lost_its_end_is_told(tmp_path) -> None:
     trainer = make_trainer("grpo", disk_folder=tmp_path, **SMALL, offload_optimizer="disk")
     trainer.step_now(make_batch())

@@ -102,7 +102,7 @@ class Home:
         the disk."""
         if self.stream is not None:
             self.stream.check()
-        if isinstance(self._carrier, FileCarrier):
+        if self._carrier is not None:
             self._carrier.settle()
         if self._file is not None:
             self._file.check()

@@ -53,6 +53,10 @@ class Slot:
 class Carrier(Protocol):
     """Brings cuts of the state into slots and back."""
 
+    def settle(self) -> None:
+        """Before the state is read again: wait until what the last update wrote is safe. Raises what hindered it."""
+        ...
+
     def fetch(self, cut: Cut, slot: Slot) -> None:
         """Begin; what the slot held before is brought back first."""
         ...
@@ -80,6 +84,9 @@ class HostCarrier:
     def __init__(self, buffers: Mapping[str, Tensor], device: torch.device, deadline_s: float) -> None:
         self._buffers, self._deadline_s = buffers, deadline_s
         self._in, self._out = make_lane(device), make_lane(device)
+
+    def settle(self) -> None:
+        """Copies were waited for by `drain`."""
 
     def fetch(self, cut: Cut, slot: Slot) -> None:
         self._in.after(slot.computed)
@@ -116,6 +123,12 @@ class FileCarrier:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="offload-write")
         self._flushed: Future[None] | None = None
 
+    def settle(self) -> None:
+        """Until the disk has it: what it refuses is told only then, and would be read as it was before."""
+        if self._flushed is not None:
+            self._result(self._flushed, "flush")
+        self._flushed = None
+
     def fetch(self, cut: Cut, slot: Slot) -> None:
         slot.fetched = self._reader.submit(self._read, cut, slot, slot.stored)
 
@@ -134,12 +147,6 @@ class FileCarrier:
             if slot.stored is not None:
                 self._result(slot.stored, "write")
         self._flushed = self._writer.submit(self._file.flush)
-
-    def settle(self) -> None:
-        """Wait until the disk has what the last update wrote. Raises the failure of a write."""
-        flushed, self._flushed = self._flushed, None
-        if flushed is not None:
-            self._result(flushed, "flush")
 
     def first_lost(self, slots: Sequence[Slot]) -> BaseException | None:
         stores = [slot.stored for slot in slots if slot.stored is not None]
@@ -212,6 +219,10 @@ class Stream:
         self.check()
         cuts = plan_cuts([(span.first, span.last) for span in spans], numbers=self._numbers)
         try:
+            if self._carrier is not None:
+                began = time.perf_counter()
+                self._carrier.settle()
+                self.traffic.waited_s += time.perf_counter() - began
             self._run(cuts, spans, update)
         except BaseException as error:
             lost = self._carrier.first_lost(self._slots) if self._carrier is not None else None

@@ -28,6 +28,7 @@ from gyre.trainer.host_gradients import HostGradients
 from gyre.trainer.parallelise import local_part
 from gyre.weights.shards import Place, Shape, ShardLayout, align, whole_layout
 
+NORM_NUMBERS = 1 << 24  # whose squares are added in float32
 REDUCE_NUMBERS = 1 << 25  # of a gradient in host memory that visit the device at a time to be summed over ranks
 
 
@@ -234,7 +235,7 @@ class FlatOptimizer(AdamW):
         self.all_reduce(self.mesh.replica, self.grad_N)
 
     def squared_norm(self) -> Tensor:
-        return torch.linalg.vector_norm(self.grad_N).double().square()
+        return squared_norm_of(self.grad_N)
 
     def compute_tensors(self) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = dict(self.parameters)
@@ -257,6 +258,13 @@ class FlatOptimizer(AdamW):
 
     def share_compute(self) -> None:
         """Every rank has rounded all of it."""
+
+
+def squared_norm_of(x_N: Tensor) -> Tensor:
+    """Float64, []. On a CPU by parts, since one float32 sum of billions of squares loses the small ones."""
+    parts = x_N.split(NORM_NUMBERS) if x_N.device.type == "cpu" else (x_N,)
+    squares = [torch.linalg.vector_norm(part_N).double().square() for part_N in parts]
+    return torch.stack(squares).sum()
 
 
 def round_into(parameters: Mapping[str, Tensor], starts: Mapping[str, int], first: int, master_N: Tensor) -> None:

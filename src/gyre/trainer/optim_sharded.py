@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gyre.trainer.adamw import Span
-from gyre.trainer.optim import AdamW, round_into, views
+from gyre.trainer.optim import AdamW, round_into, squared_norm_of, views
 from gyre.trainer.parallelise import local_part
 from gyre.weights.shards import ALIGN, align, row_layout, slice_layout
 
@@ -110,9 +110,9 @@ class SlicedOptimizer(AdamW):
 
     def squared_norm(self) -> Tensor:
         own_N, tail_N = self.grad_N[self._low : self._low + self._slice], self.grad_N[self._whole :]
-        found = torch.linalg.vector_norm(own_N).double().square().view(1).to(self.device)
+        found = squared_norm_of(own_N).view(1).to(self.device)
         self.mesh.shard.all_reduce(found)
-        return found + torch.linalg.vector_norm(tail_N).double().square().to(self.device)
+        return found + squared_norm_of(tail_N).to(self.device)
 
     @torch.no_grad()
     def refresh_compute(self) -> None:
@@ -185,9 +185,9 @@ class RowOptimizer(AdamW):
         self.all_reduce(self.mesh.replica, self.grad_N)
 
     def squared_norm(self) -> Tensor:
-        found = torch.linalg.vector_norm(self.grad_N[: self._cut]).double().square().view(1).to(self.device)
+        found = squared_norm_of(self.grad_N[: self._cut]).view(1).to(self.device)
         self.mesh.shard.all_reduce(found)
-        return found + torch.linalg.vector_norm(self.grad_N[self._cut :]).double().square().to(self.device)
+        return found + squared_norm_of(self.grad_N[self._cut :]).to(self.device)
 
     def refresh_compute(self) -> None:
         """Nothing to do: weights are gathered from the masters."""
