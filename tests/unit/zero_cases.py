@@ -232,18 +232,20 @@ def equal_away(group: Group | None, kind: str, hows: Sequence[str], folder: str,
     return wrong
 
 
-def sums_by_parts(group: Group, *, layout: str) -> bool:
-    """Whether gradients that go through the device a part at a time to be summed have the same sums."""
+def sums_by_parts(group: Group, *, layout: str) -> float:
+    """How far sums over ranks are from those on the device, as a part of the largest, when gradients in host memory go
+    through it a part at a time."""
     found = []
     for by_parts in (False, True):
-        trainer = trainer_on(group, "rm", layout=layout, dtype="bfloat16", offload_gradients=True)
+        trainer = trainer_on(group, "rm", layout=layout, dtype="bfloat16", offload_gradients=by_parts)
         (update,) = trainer._evaluator.complete(batch_for(8, seed=0))[1].updates
         collect_gradients(trainer._models, trainer._objective, update.chunks, update.denominator)
         optimizer = trainer._models.actor.optimizer
         optimizer.reduces_by_parts, optimizer.reduce_numbers = by_parts, 1000
         optimizer.reduce()
-        found.append([span.grad_N.clone() for span in optimizer.spans()])
-    return all(torch.equal(a, b) for a, b in zip(*found, strict=True)) and any(bool(a.any()) for a in found[0])
+        found.append(torch.cat([span.grad_N.cpu() for span in optimizer.spans()]))
+    assert found[0].any()
+    return float((found[0] - found[1]).abs().max() / found[0].abs().max())
 
 
 def held_bytes(group: Group | None, kind: str, **settings: Any) -> dict[str, int]:
