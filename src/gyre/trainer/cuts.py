@@ -40,8 +40,8 @@ class Cut:
 
 def numbers_per_cut(cut_bytes: int, *, num_fields: int, size: int) -> int:
     """Numbers of a cut of `cut_bytes`, where each number has `num_fields` float32 values: whole blocks, at least one,
-    and no more than a state of `size` numbers has."""
-    most = -(-max(1, size) // BLOCK) * BLOCK
+    and so few that the places on the device together are no larger than a state of `size` numbers."""
+    most = -(-max(1, size) // (SLOTS * BLOCK)) * BLOCK
     return min(most, max(1, cut_bytes // (BLOCK * num_fields * FLOAT_BYTES)) * BLOCK)
 
 
