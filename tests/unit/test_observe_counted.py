@@ -53,6 +53,7 @@ ORDINARY_ENDINGS = (
 ORDINARY = {
     "cluster.memory": "a reading",
     "cluster.starting": "planned",
+    "engine.c_kernels": "a choice by what the processor has, told once",
     "engine.graphs_captured": "at the start",
     "engine.prefill_kernel": "a choice by measurement, told once",
     "engine.prefix_cleared": "old versions' pages never match again",
@@ -69,6 +70,7 @@ ORDINARY = {
     "snapshot.waiting": "likewise",
     "trainer.attention_kernel": "a choice, told once; it says itself that it counts where another kernel broke",
     "trainer.offload": "where state lives, told once",
+    "trainer.c_kernels": "a choice, like the engine's",
     "trainer.reference_refreshed": "planned",
     "weights.gathered": "planned",
 }

@@ -1,5 +1,6 @@
 """Learner: one model that is trained (actor, critic or reward model) with its optimiser state and memory components.
-In: a Decoder, maybe a ScalarHead, how they lie over ranks. Out: updated weights, named tensors, storage pools.
+In: a Decoder, maybe a ScalarHead, how they lie over ranks, first weights. Out: updated weights, named tensors, storage
+pools.
 Caller: trainer.native.
 """
 
@@ -19,11 +20,13 @@ from gyre.trainer.config import TrainerConfig
 from gyre.trainer.home import Home
 from gyre.trainer.optim import AdamW, FlatOptimizer
 from gyre.trainer.optim_sharded import RowOptimizer, SlicedOptimizer
-from gyre.trainer.parallelise import begin_chunk, is_sharded, reshard, shard_decoder
+from gyre.trainer.parallelise import begin_chunk, is_sharded, local_tensors, reshard
 from gyre.trainer.resharding import check_whole, join, load
+from gyre.trainer.start import cut_weights, fill_whole, is_blank, place_constants
 from gyre.vram.fixed import FixedPool
 from gyre.vram.pools import StoragePool
 from gyre.vram.virtual import find_driver
+from gyre.weights.pieces import TensorSource, fill
 
 HEAD_PREFIX = "scalar_head."
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -42,20 +45,24 @@ class Learner:
         *,
         folder: Path | None,
         emit: Callable[..., None],
+        weights: TensorSource | None = None,
     ) -> None:
-        """`folder`: of the disk tier, for offloaded state."""
+        """`folder`: of the disk tier, for offloaded state. A decoder on the meta device takes its numbers from
+        `weights`, or stays blank until `restore`."""
         self.name, self.decoder, self.head, self.split = name, decoder, head, split
         self.checkpointing: Checkpointing = config.checkpointing
         self.dtype = decoder.dtype  # that the forward pass computes in
+        assert weights is None or is_blank(decoder)
         if split.shards_weights:
-            shard_decoder(decoder, split, trains=True)
+            cut_weights(decoder, split, trains=True)
         parameters = dict(decoder.named_parameters())
         if head is not None:
             parameters |= {HEAD_PREFIX + key: parameter for key, parameter in head.named_parameters()}
         kind: type[AdamW] = FlatOptimizer
         if split.shards_state:
             kind = RowOptimizer if split.shards_weights else SlicedOptimizer
-        self.home = Home.of(name, decoder.device, config, folder, emit)
+        device = decoder.device if not is_blank(decoder) else split.mesh.world.device
+        self.home = Home.of(name, device, config, folder, emit)
         self.optimizer = kind(
             parameters,
             betas=config.betas,
@@ -63,7 +70,17 @@ class Learner:
             weight_decay=config.weight_decay,
             mesh=split.mesh,
             home=self.home,
-        )
+        )  # which gives a blank decoder that is not cut the storage that it computes with
+        place_constants(decoder, split.mesh.world.device)
+        if weights is not None:
+            self._fill(weights)
+
+    def _fill(self, weights: TensorSource) -> None:
+        if self.split.shards_weights:
+            fill(local_tensors(self.decoder), self.optimizer.places, weights, dtype=self.dtype)
+        else:
+            fill_whole(self.decoder, weights)
+        self.optimizer.take_masters()
 
     def begin_chunk(self, *, last: bool) -> None:
         """Before the forward pass of an update's chunk."""
