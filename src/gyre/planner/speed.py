@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from gyre.planner.activations import ITEM_BYTES, block_columns
 from gyre.planner.gpus import DISK_BYTES_PER_S, NETWORK_BYTES_PER_S, Gpu
-from gyre.planner.layouts import FLOAT, Layout, away_bytes, disk_state_bytes, state_bytes
+from gyre.planner.layouts import FLOAT, Layout, away_bytes, disk_state_bytes, root_parameters, state_bytes
 from gyre.planner.moments import Job, host_bytes_of
 from gyre.vram.config import Residency
 
@@ -56,7 +56,7 @@ def forward_flops(job: Job) -> tuple[float, float]:
 
 def sent_bytes(job: Job, layout: Layout) -> dict[str, int]:
     """Bytes that each rank sends per update, by collective, with the ring factors (n - 1) / n. The gradient is reduced
-    in float32, weights are gathered in the compute dtype."""
+    in float32, weights are gathered in the compute dtype; under ZeRO-3 twice per chunk, embedding and head once."""
     count, item = job.model.num_parameters * job.copies, ITEM_BYTES[job.dtype]
     ring = (layout.shard_ranks - 1) / layout.shard_ranks
     chunks = chunks_per_update(job, layout)
@@ -64,11 +64,9 @@ def sent_bytes(job: Job, layout: Layout) -> dict[str, int]:
         return {}
     if layout.zero == 0:
         return {"all-reduce": int(2 * (layout.gpus - 1) / layout.gpus * FLOAT * count)}
-    reduces, gathers = {1: (1, 1), 2: (chunks, 1), 3: (chunks, 2 * chunks)}[layout.zero]
-    sent = {
-        "reduce-scatter": int(ring * FLOAT * count * reduces),
-        "all-gather": int(ring * item * count * gathers),
-    }
+    reduces = 1 if layout.zero == 1 else chunks
+    gathered = count if layout.zero < 3 else chunks * (2 * count - root_parameters(job.model) * job.copies)
+    sent = {"reduce-scatter": int(ring * FLOAT * count * reduces), "all-gather": int(ring * item * gathered)}
     if layout.hybrid:
         among = 2 * (layout.replicas - 1) / layout.replicas
         sent["all-reduce among groups"] = int(among * FLOAT * count / layout.shard_ranks * reduces)
