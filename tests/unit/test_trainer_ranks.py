@@ -203,7 +203,7 @@ def test_state_away_from_the_device_changes_no_bit(ranks, tmp_path, kind, layout
 @pytest.mark.parametrize("layout", ["zero1", "zero3"])
 def test_snapshots_of_state_away_fit_state_on_the_device_and_back(ranks, tmp_path, layout):
     state = saved(None, "ppo", steps=2, dtype="bfloat16")
-    written = {name: tensor.float().clone().numpy() for name, tensor in state["tensors"].items()}
+    written = {name: t.float().numpy() for name, t in whole_tensors(state["tensors"].values()).items()}
     for how in ("disk", "host and gradients"):
         settings = {"steps": range(0), "layout": layout, "dtype": "bfloat16"}
         results = ranks.run(away, resume_first, "ppo", how, f"{tmp_path}/{how}", state=state, **settings)
