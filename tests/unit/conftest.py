@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 import torch
 from rank_pool import RankPool
@@ -11,6 +12,9 @@ from rank_pool import RankPool
 from gyre.kernels.cpu.build import INSTRUCTION_SETS, InstructionSet, Unavailable
 from gyre.kernels.cpu.chunks import load_chunks
 from gyre.kernels.cpu.library import load_decoder
+
+hypothesis.settings.register_profile("gyre", deadline=None)  # a busy machine says nothing of an example
+hypothesis.settings.load_profile("gyre")
 
 
 @pytest.fixture(params=["c", pytest.param("avx2", marks=pytest.mark.slow), "torch"])

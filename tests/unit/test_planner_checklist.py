@@ -48,6 +48,8 @@ SETTINGS = Settings(
     page_tokens=64,
     prefix_cache=True,
     completions_per_prompt=8,
+    cluster_kind="ray",
+    max_restarts=2,
 )
 
 
@@ -74,6 +76,18 @@ def test_lines_follow_the_layout() -> None:
     assert state(many, "Mixed precision") == "on"
     assert state(lines(8, "v100-32g", shape="qwen3-0.6b", dtype="float32"), "Mixed precision") == "off"
     assert state(lines(8, dtype="float32", shape="qwen3-0.6b"), "Mixed precision") == "off"
+
+
+def test_the_memory_line_says_what_is_offloaded_and_why() -> None:
+    many, one = lines(8), lines(1, longest=8192)
+    assert "offload off: the states fit" in many["training", "Memory optimization"].reason
+    found = one["training", "Memory optimization"]
+    assert found.state == "on"
+    assert 'offload on (trainer.offload_optimizer = "host"), nothing faster fits without' in found.reason
+    fixed = Fixed(offload_optimizer="disk", offload_gradients=True)
+    given = lines(1, longest=8192, fixed=fixed)["training", "Memory optimization"].reason
+    assert '"disk" and trainer.offload_gradients = true), as the config says' in given
+    assert "of pinned host memory and 91.5" in given and "under memory.disk_folder" in given
 
 
 def test_lines_follow_the_engine() -> None:
@@ -105,6 +119,23 @@ def test_a_line_whose_feature_is_missing_says_so(feature: str, part: str, name: 
     lacking = replace(SETTINGS, features={**SETTINGS.features, feature: False})
     assert lines(settings=lacking)[part, name].state == "not built"
     assert lines()[part, name].state != "not built"
+
+
+def test_a_layout_that_offloads_needs_offload() -> None:
+    tight = {"gpus": 1, "shape": "qwen3-8b", "fixed": Fixed(offload_optimizer="host")}
+    assert state(lines(**tight), "Memory optimization") == "on"
+    lacking = replace(SETTINGS, features={**SETTINGS.features, "optimizer offload": False})
+    line = lines(**tight, settings=lacking)["training", "Memory optimization"]
+    assert line.state == "not built" and "optimizer offload: not built" in line.reason
+
+
+def test_the_line_of_faults_follows_the_cluster() -> None:
+    on = lines()["training", "Fault detection"]
+    assert on.state == "on" and "up to 2 times" in on.reason
+    never = lines(settings=replace(SETTINGS, max_restarts=0))["training", "Fault detection"]
+    alone = lines(settings=replace(SETTINGS, cluster_kind="inline"))["training", "Fault detection"]
+    assert never.state == alone.state == "off"
+    assert "cluster.max_restarts = 0" in never.reason and "cluster.kind = inline" in alone.reason
 
 
 def test_features_are_read_from_the_config_as_it_is() -> None:

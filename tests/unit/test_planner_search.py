@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from planner_cases import make_job
 
 from gyre.core.errors import ConfigError, MemoryBudgetError
+from gyre.models.flops import forward_flops as model_flops
 from gyre.planner.candidates import Cluster, Fixed, judge, layouts
 from gyre.planner.checklist import strategy_for, tree_for
 from gyre.planner.describe import as_mapping, describe, reasons
@@ -19,6 +20,7 @@ from gyre.planner.moments import Engine
 from gyre.planner.search import choose
 from gyre.planner.shapes import SHAPES, find_shape
 from gyre.planner.speed import chunks_per_update, sent_bytes, step_time
+from gyre.planner.speed import forward_flops as speed_flops
 
 GIB = 1 << 30
 
@@ -37,7 +39,7 @@ def cluster(gpus: int, gpu: str = "h200", **changes) -> Cluster:
     fixed=st.builds(
         Fixed,
         checkpointing=st.sampled_from([None, "none", "full"]),
-        offload=st.sampled_from([None, "none"]),
+        offload_optimizer=st.sampled_from([None, "none"]),
         zero=st.sampled_from([None, 1, 3]),
     ),
     rollout=st.booleans(),
@@ -90,9 +92,9 @@ def test_a_refusal_names_the_shortfall_and_the_fewest_gpus_that_do() -> None:
 def test_a_refusal_names_the_setting_that_was_in_the_way() -> None:
     job = make_job("qwen3-8b")
     there = cluster(1)
-    error = refuse(job, there, Fixed(offload="none"))
-    assert "offload = 'optimizer' instead of 'none'" in error.hint
-    assert choose(job, there, Fixed(offload="optimizer")).best.fits
+    error = refuse(job, there, Fixed(offload_optimizer="none"))
+    assert "offload_optimizer = 'host' instead of 'none'" in error.hint
+    assert choose(job, there, Fixed(offload_optimizer="host")).best.fits
     error = refuse(make_job("qwen3-8b"), cluster(8), Fixed(tokens_per_chunk=131_072, checkpointing="none"))
     chunk = int(re.findall(r"tokens_per_chunk = (\d+) instead of 131072", error.hint)[0])
     assert choose(job, cluster(8), Fixed(tokens_per_chunk=chunk, checkpointing="none")).best.fits
@@ -108,9 +110,14 @@ def test_a_refusal_names_how_long_sequences_may_be() -> None:
 
 
 def test_no_host_memory_means_no_offload() -> None:
-    assert choose(make_job("qwen3-8b"), cluster(1)).best.layout.offload == "optimizer"
-    error = refuse(make_job("qwen3-8b"), cluster(1, host_bytes=8 * GIB))
-    assert "2 GPUs" in error.hint
+    assert choose(make_job("qwen3-8b"), cluster(1)).best.layout.offload_optimizer == "host"
+    short = cluster(1, host_bytes=8 * GIB)
+    error = refuse(make_job("qwen3-8b"), short, Fixed(offload_optimizer="host"))
+    assert "offload_optimizer = 'disk' instead of 'host'" in error.hint
+    assert "2 GPUs" in refuse(make_job("qwen3-8b"), short, Fixed(offload_optimizer="none")).hint
+    on_disk = choose(make_job("qwen3-8b"), short).best
+    assert on_disk.layout.offload_optimizer == "disk" and on_disk.host_bytes < 8 * GIB * 0.6
+    assert on_disk.disk_bytes == 12 * make_job("qwen3-8b").model.num_parameters
 
 
 def test_known_rows() -> None:
@@ -134,7 +141,8 @@ def test_bytes_on_the_wire_are_the_rings() -> None:
     zero1 = sent_bytes(job, replace(flat, zero=1, shard_ranks=8))
     assert zero1["reduce-scatter"] + zero1["all-gather"] == pytest.approx(7 / 8 * 6 * count, rel=1e-6)
     zero3 = sent_bytes(job, replace(flat, zero=3, shard_ranks=8))
-    assert zero3["all-gather"] == pytest.approx(4 * 2 * 7 / 8 * 2 * count, rel=1e-6)
+    root = 2 * job.model.embedding_parameters + job.model.hidden_size  # is gathered once per chunk, layers twice
+    assert zero3["all-gather"] == pytest.approx(4 * 7 / 8 * 2 * (2 * count - root), rel=1e-6)
     assert zero3["reduce-scatter"] == pytest.approx(4 * 7 / 8 * 4 * count, rel=1e-6)
     hybrid = sent_bytes(job, replace(flat, zero=3, shard_ranks=4))
     assert hybrid["all-gather"] < zero3["all-gather"] and "all-reduce among groups" in hybrid
@@ -177,3 +185,12 @@ def test_advice_is_the_references() -> None:
         "ZeRO-3",
         "ZeRO-3 + offload or more GPUs",
     ]
+
+
+@pytest.mark.parametrize("shape", ["qwen3-0.6b", "qwen3-8b", "llama-3-70b"])
+@pytest.mark.parametrize("length", [512, 32_768])
+def test_predicted_work_is_what_mfu_counts(shape: str, length: int) -> None:
+    """Norms, which the planner counts with a layer's matrices, are less than a thousandth."""
+    layers, head = speed_flops(make_job(shape, longest=length))
+    counted = model_flops(find_shape(shape), [length], num_outputs=length)
+    assert length * (layers + head) == pytest.approx(counted, rel=1e-3)

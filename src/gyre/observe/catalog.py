@@ -104,8 +104,36 @@ PANELS = (
         panel_id="tokens_per_second",
         title="Throughput",
         unit="tokens/s",
-        help="Tokens per second of wall time.",
-        metrics=("tokens_per_second", "tokens_per_second/*", "*_tokens_per_second", "tokens_per_s"),
+        help="Tokens per second of wall time: over whole steps, and per device while it trains.",
+        metrics=(
+            "tokens_per_second",
+            "tokens_per_second/*",
+            "*_tokens_per_second",
+            "tokens_per_s",
+            "train_tokens_per_second_per_device",
+        ),
+    ),
+    Panel(
+        panel_id="mfu",
+        title="Model FLOPs used",
+        unit="fraction",
+        help="What the models' arithmetic asks for, by the time of all training and scoring passes and the devices' "
+        "data-sheet rate. Causal attention counts half, work done twice counts once.",
+        metrics=("mfu",),
+    ),
+    Panel(
+        panel_id="communication",
+        title="Communication",
+        unit="s",
+        help="Seconds per step by which collectives made the slowest rank's device wait, late ranks included.",
+        metrics=("communication_wait_seconds",),
+    ),
+    Panel(
+        panel_id="sent_bytes",
+        title="Bytes sent",
+        unit="bytes",
+        help="What the collectives of all ranks sent per step, by kind.",
+        metrics=("sent_bytes/*",),
     ),
     Panel(
         panel_id="learning_rate",
@@ -116,6 +144,10 @@ PANELS = (
     ),
 )
 
+
+# Metrics of `step.done` by which two runs that do the same may differ: by the clock, or by where one was resumed.
+MEASURED = ("tokens_per_second", "train_tokens_per_second_per_device", "mfu", "communication_wait_seconds",
+            "sent_bytes/*")  # fmt: skip
 
 EVAL_MEASURES = ("accuracy", "pair_accuracy", "preference_accuracy", "loss")  # what an evaluation is judged by: the
 # first that it has
@@ -145,6 +177,11 @@ def matches(pattern: str, metric: str) -> bool:
     if pattern.startswith("*"):
         return metric.endswith(pattern[1:])
     return metric == pattern
+
+
+def is_measured(metric: str) -> bool:
+    """Say whether a metric is one of MEASURED."""
+    return any(matches(pattern, metric) for pattern in MEASURED)
 
 
 def place(metric: str) -> tuple[Panel, int] | None:

@@ -30,6 +30,8 @@ class Settings:
     page_tokens: int
     prefix_cache: bool
     completions_per_prompt: int
+    max_restarts: int  # of a run whose ranks or engines die
+    cluster_kind: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,12 +130,32 @@ def _memory(choice: Choice, settings: Settings) -> Line:
     held = sum(state_bytes(job.model, job.dtype, layout).values()) * job.copies
     reason = (
         f"states of {words(from_one)} are {ratio:.2f} × what one GPU has to give: the reference's tree says "
-        f"{tree_for(ratio)}; the fastest that fits is {layout.words()}, {words(held)} per GPU"
+        f"{tree_for(ratio)}; the fastest that fits is {layout.words()}, {words(held)} per GPU; {_offload(choice)}"
     )
-    if not layout.zero and layout.offload == "none":
+    offloads = layout.offload_optimizer != "none" or layout.offload_gradients
+    if not layout.zero and not offloads:
         return Line(name="Memory optimization", state="off", reason=reason)
-    needed = "ZeRO" if layout.zero else "optimizer offload"
-    return Line(name="Memory optimization", state=_state(needed, settings), reason=reason)
+    needed = (["ZeRO"] if layout.zero else []) + (["optimizer offload"] if offloads else [])
+    missing = [feature for feature in needed if not settings.features[feature]]
+    reason += "".join(f"; {feature}: not built" for feature in missing)
+    return Line(name="Memory optimization", state="not built" if missing else "on", reason=reason)
+
+
+def _offload(choice: Choice) -> str:
+    """Whether state lives away from the device, where, and why."""
+    layout, best = choice.best.layout, choice.best
+    parts = []
+    if layout.offload_optimizer != "none":
+        parts.append(f'trainer.offload_optimizer = "{layout.offload_optimizer}"')
+    if layout.offload_gradients:
+        parts.append("trainer.offload_gradients = true")
+    if not parts:
+        return "offload off: the states fit on the devices, and copies would take time"
+    sizes = [f"{words(best.host_bytes)} of pinned host memory"]
+    sizes += [f"{words(best.disk_bytes)} under memory.disk_folder"] if best.disk_bytes else []
+    given = choice.fixed.offload_optimizer is not None or choice.fixed.offload_gradients is not None
+    why = "as the config says" if given else "nothing faster fits without"
+    return f"offload on ({' and '.join(parts)}), {why}: {' and '.join(sizes)} per GPU"
 
 
 def _checkpointing(choice: Choice, settings: Settings) -> Line:
@@ -186,9 +208,17 @@ def _snapshots(settings: Settings) -> Line:
 
 
 def _faults(settings: Settings) -> Line:
-    built = settings.features["restart by itself"]
-    reason = "a lost rank restarts from the last snapshot" if built else "go on by hand with gyre train --resume"
-    return Line(name="Fault detection", state="on" if built else "not built", reason=reason)
+    name, by_hand = "Fault detection", "go on by hand with gyre train --resume"
+    if not settings.features["restart by itself"]:
+        return Line(name=name, state="not built", reason=by_hand)
+    if settings.cluster_kind != "ray":
+        reason = f"cluster.kind = {settings.cluster_kind}: nobody watches one process; {by_hand}"
+        return Line(name=name, state="off", reason=reason)
+    watched = "a rank that dies, hangs or raises ends the step by name"
+    if not settings.max_restarts:
+        return Line(name=name, state="off", reason=f"{watched}; cluster.max_restarts = 0: {by_hand}")
+    reason = f"{watched}, and the run goes on from its newest snapshot, up to {settings.max_restarts} times"
+    return Line(name=name, state="on", reason=reason)
 
 
 def _state(feature: str, settings: Settings) -> State:

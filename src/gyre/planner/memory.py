@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 from gyre.core.records import Checkpointing, Phase, Tier
 from gyre.engine.config import plan_num_slots
+from gyre.engine.gpu_layout import buffer_bytes
 from gyre.planner.activations import (
     ITEM_BYTES,
     again_bytes,
@@ -22,10 +23,13 @@ from gyre.planner.activations import (
     layer_backward_bytes,
     saved_bytes,
 )
-from gyre.planner.plan import ComponentPlan, Dtype, ModelNumbers, PlanInputs, Saving
+from gyre.planner.layouts import Layout, device_staging_bytes, host_staging_bytes
+from gyre.planner.plan import ComponentPlan, DeviceKind, Dtype, ModelNumbers, PlanInputs, Saving
+from gyre.trainer.cuts import SLOTS
 from gyre.vram.config import Leave
-from gyre.vram.phases import default_needs, leave_tiers, match_name
+from gyre.vram.phases import default_needs, leave_tiers, match_name, needing_phases
 
+BRIEF: tuple[Tier, ...] = ("device", "none")  # nothing to keep between steps
 TRUNCATION_ROWS, TRUNCATION_BYTES = 64, 48  # as in engine.truncation: rows at a time, bytes per row and token
 
 
@@ -67,15 +71,37 @@ def engine_bytes(model: ModelNumbers, dtype: Dtype, *, tokens: int, running: int
     return layer + gathered + sampling
 
 
+def engine_buffer_bytes(inputs: PlanInputs, *, dtype: Dtype, page_tokens: int, max_running: int) -> int:
+    """What an engine on a GPU keeps from its start to its end, beside weights, pages and graphs. It stays in every
+    phase: graphs have its addresses."""
+    model, longest = inputs.model, inputs.max_prompt_tokens + inputs.max_completion_tokens
+    return buffer_bytes(
+        max_running=max_running,
+        token_budget=inputs.engine_tokens_per_step,
+        pool_tokens=max_running * longest,
+        page_tokens=page_tokens,
+        context_tokens=model.context_tokens,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        vocab_size=model.vocab_size,
+        logit_bytes=ITEM_BYTES[dtype],
+        invariant=inputs.batch_invariant,
+    )
+
+
 def working_bytes(
-    inputs: PlanInputs, *, dtype: Dtype, saving: Saving, tokens_per_chunk: int, max_running: int
+    inputs: PlanInputs, *, dtype: Dtype, saving: Saving, tokens_per_chunk: int, page_tokens: int, max_running: int
 ) -> dict[Phase, int]:
-    """Device bytes beside the components, by phase."""
+    """Device bytes beside the components, by phase; on a GPU with the engine's buffers, which stay in all of them."""
     model, longest = inputs.model, inputs.max_prompt_tokens + inputs.max_completion_tokens
     scored = [model] + ([inputs.reward_model] if inputs.reward_model is not None else [])
     score = max(forward_bytes(m, dtype, tokens_per_chunk, longest=longest, saving=saving) for m in scored)
     generate = engine_bytes(model, dtype, tokens=inputs.engine_tokens_per_step, running=max_running, longest=longest)
-    return {
+    kept = 0
+    if inputs.online and saving in ("triton", "torch_cuda"):
+        kept = engine_buffer_bytes(inputs, dtype=dtype, page_tokens=page_tokens, max_running=max_running)
+    passing: dict[Phase, int] = {
         "rollout": generate if inputs.online else 0,
         "score": score if inputs.online or inputs.reference else 0,
         "train": activation_bytes(
@@ -84,18 +110,19 @@ def working_bytes(
         "handover": 0,
         "evaluate": generate if inputs.online else score,
     }
+    return {phase: size + kept for phase, size in passing.items()}
 
 
 def predict_components(
-    inputs: PlanInputs, *, dtype: Dtype, page_tokens: int, kv_pages: int
+    inputs: PlanInputs, *, dtype: Dtype, page_tokens: int, kv_pages: int, device: DeviceKind = "cpu"
 ) -> tuple[ComponentPlan, ...]:
     """Bytes and places of each component that the run will have."""
     needs = default_needs(shared_weights=inputs.shared_weights)
     keeping: tuple[Tier, ...] = ("device", "host", "disk") if inputs.disk_tier else ("device", "host")
     rows: list[tuple[str, int, tuple[Tier, ...], str]] = []
-    rows += _trained("actor", inputs.model, dtype, keeping)
+    rows += _trained("actor", inputs, dtype, device, keeping)
     if inputs.critic:
-        rows += _trained("critic", inputs.model, dtype, keeping)
+        rows += _trained("critic", inputs, dtype, device, keeping)
     if inputs.reference:
         rows.append(("reference", *_weights(inputs.model, dtype, keeping)))
     if inputs.reward_model is not None:
@@ -111,17 +138,42 @@ def predict_components(
     return tuple(_component(row, needs, inputs.leave) for row in rows)
 
 
-def _trained(owner: str, model: ModelNumbers, dtype: Dtype, keeping: tuple[Tier, ...]) -> list:
-    """Weights that are trained: float32 gradients and moments, and float32 masters beside lower-precision weights."""
+def _trained(
+    owner: str, inputs: PlanInputs, dtype: Dtype, device: DeviceKind, keeping: tuple[Tier, ...]
+) -> list[tuple[str, int, tuple[Tier, ...], str]]:
+    """Weights that are trained: float32 gradients and moments, and float32 masters beside lower-precision weights; what
+    is offloaded, and the places through which it visits the device."""
+    model = inputs.model
     count = model.num_parameters
-    rows = [
+    away: dict[str, tuple[Tier, ...]] = {"none": keeping, "host": ("host",), "disk": ("disk",)}
+    state = away[inputs.offload_optimizer]
+    rows: list[tuple[str, int, tuple[Tier, ...], str]] = [
         (f"{owner}.params", *_weights(model, dtype, keeping)),
-        (f"{owner}.grads", 4 * count, ("device", "none"), f"{count} × 4 bytes"),
-        (f"{owner}.optimizer", 8 * count, keeping, f"{count} × 2 moments × 4 bytes"),
+        (f"{owner}.grads", 4 * count, ("host",) if inputs.offload_gradients else BRIEF, f"{count} × 4 bytes"),
+        (f"{owner}.optimizer", 8 * count, state, f"{count} × 2 moments × 4 bytes"),
     ]
     if dtype != "float32":
-        rows.append((f"{owner}.master", 4 * count, keeping, f"{count} × 4 bytes"))
+        rows.append((f"{owner}.master", 4 * count, state, f"{count} × 4 bytes"))
+    layout = _alone(inputs)
+    if places := device_staging_bytes(model, dtype, layout, inputs.offload_cut_bytes):
+        rows.append((f"{owner}.staging", places, BRIEF, f"{SLOTS} cuts of offloaded state, on the device"))
+    beside = host_staging_bytes(model, dtype, layout, inputs.offload_cut_bytes, device=device)
+    if beside:
+        rows.append((f"{owner}.staging_host", beside, ("host",), "buffers between the device and what is offloaded"))
     return rows
+
+
+def _alone(inputs: PlanInputs) -> Layout:
+    """This device as the only one."""
+    return Layout(
+        gpus=1,
+        zero=0,
+        shard_ranks=1,
+        checkpointing=inputs.checkpointing,
+        tokens_per_chunk=0,
+        offload_optimizer=inputs.offload_optimizer,
+        offload_gradients=inputs.offload_gradients,
+    )
 
 
 def _weights(model: ModelNumbers, dtype: Dtype, tiers: tuple[Tier, ...]) -> tuple[int, tuple[Tier, ...], str]:
@@ -139,7 +191,7 @@ def _component(
         name=name,
         size_bytes=size_bytes,
         tiers=tiers,
-        phases=need.phases,
+        phases=needing_phases(need, tiers),
         leave=leave_tiers(name, tiers, leave),
         formula=formula,
     )

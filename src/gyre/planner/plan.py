@@ -91,6 +91,9 @@ class PlanInputs:
     sequences_per_update: int | None = None
     tokens_per_chunk: int | None = None
     checkpointing: Checkpointing = "none"
+    offload_optimizer: Literal["none", "host", "disk"] = "none"
+    offload_gradients: bool = False
+    offload_cut_bytes: int = 128 << 20
     epochs_per_batch: int = 1
     critic: bool = False
     reference: bool = False
@@ -104,6 +107,7 @@ class PlanInputs:
     kv_host_bytes: int = 0  # of host memory for KV of preempted completions
     max_running: int | None = None  # completions that hold pages at the same time
     engine_tokens_per_step: int = 2048
+    batch_invariant: bool = False
     residency: Residency | None = None
     device_budget_bytes: int | None = None
     host_budget_bytes: int | None = None

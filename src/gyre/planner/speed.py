@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gyre.planner.activations import ITEM_BYTES, block_columns
-from gyre.planner.gpus import NETWORK_BYTES_PER_S, Gpu
-from gyre.planner.layouts import FLOAT, Layout, away_bytes, state_bytes
+from gyre.planner.gpus import DISK_BYTES_PER_S, NETWORK_BYTES_PER_S, Gpu
+from gyre.planner.layouts import FLOAT, Layout, away_bytes, disk_state_bytes, root_parameters, state_bytes
 from gyre.planner.moments import Job, host_bytes_of
 from gyre.vram.config import Residency
 
@@ -56,7 +56,7 @@ def forward_flops(job: Job) -> tuple[float, float]:
 
 def sent_bytes(job: Job, layout: Layout) -> dict[str, int]:
     """Bytes that each rank sends per update, by collective, with the ring factors (n - 1) / n. The gradient is reduced
-    in float32, weights are gathered in the compute dtype."""
+    in float32, weights are gathered in the compute dtype; under ZeRO-3 twice per chunk, embedding and head once."""
     count, item = job.model.num_parameters * job.copies, ITEM_BYTES[job.dtype]
     ring = (layout.shard_ranks - 1) / layout.shard_ranks
     chunks = chunks_per_update(job, layout)
@@ -64,11 +64,9 @@ def sent_bytes(job: Job, layout: Layout) -> dict[str, int]:
         return {}
     if layout.zero == 0:
         return {"all-reduce": int(2 * (layout.gpus - 1) / layout.gpus * FLOAT * count)}
-    reduces, gathers = {1: (1, 1), 2: (chunks, 1), 3: (chunks, 2 * chunks)}[layout.zero]
-    sent = {
-        "reduce-scatter": int(ring * FLOAT * count * reduces),
-        "all-gather": int(ring * item * count * gathers),
-    }
+    reduces = 1 if layout.zero == 1 else chunks
+    gathered = count if layout.zero < 3 else chunks * (2 * count - root_parameters(job.model) * job.copies)
+    sent = {"reduce-scatter": int(ring * FLOAT * count * reduces), "all-gather": int(ring * item * gathered)}
     if layout.hybrid:
         among = 2 * (layout.replicas - 1) / layout.replicas
         sent["all-reduce among groups"] = int(among * FLOAT * count / layout.shard_ranks * reduces)
@@ -111,13 +109,18 @@ def _link_rate(collective: str, layout: Layout, gpu: Gpu) -> float:
 
 
 def _host_seconds(job: Job, layout: Layout, gpu: Gpu, chunks: int) -> float:
-    """Optimiser state there and back once per update; sharded weights come, and gradients go, with every chunk."""
-    away = away_bytes(state_bytes(job.model, job.dtype, layout), layout)
-    moved = 0
-    for name, size in away.items():
-        passes = {"optimizer": 2, "master": 2, "params": 2 * chunks, "grads": 2 * chunks}[name.rpartition(".")[2]]
-        moved += size * passes
-    return job.copies * moved / gpu.host_copy_bytes_per_s(layout.gpus)
+    """Optimiser state there and back once per update, both ways at once; what is in a file waits for the disk, which a
+    host's GPUs share. Gradients go with every chunk, once there and back to be summed over ranks, and come for the
+    update."""
+    states = state_bytes(job.model, job.dtype, layout)
+    away, on_disk = away_bytes(states, layout), sum(disk_state_bytes(states, layout).values())
+    state = sum(size for name, size in away.items() if not name.endswith(".grads"))
+    item = FLOAT if layout.zero >= 2 else ITEM_BYTES[job.dtype]
+    sums = away.get("actor.grads", 0)
+    passes = chunks * item / FLOAT + (2 if layout.gpus > 1 and (layout.zero < 2 or layout.hybrid) else 0) + 1
+    busy = min(layout.gpus, gpu.gpus_per_host)
+    seconds = max(state / gpu.host_copy_bytes_per_s(layout.gpus), 2 * on_disk * busy / DISK_BYTES_PER_S)
+    return job.copies * (seconds + passes * sums / gpu.host_copy_bytes_per_s(layout.gpus))
 
 
 def _switch_seconds(job: Job, layout: Layout, gpu: Gpu, residency: Residency) -> float:

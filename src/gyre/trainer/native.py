@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,11 +49,13 @@ from gyre.trainer.batches import EpochPlan, Planner, Update
 from gyre.trainer.config import TrainerConfig
 from gyre.trainer.evaluation import Evaluator
 from gyre.trainer.learner import HEAD_PREFIX, Learner
+from gyre.trainer.measures import SENT, Meter
 from gyre.trainer.passes import ChunkLogprobs, chunk_logprobs
 from gyre.trainer.reference import Reference
 from gyre.trainer.schedule import learning_rate_factor
 from gyre.trainer.start import blank_copy, is_blank, start_frozen
 from gyre.trainer.tenancy import ScoredModel, Tenancy
+from gyre.trainer.trace import Tracer
 from gyre.trainer.update import Models, Totals, collect_gradients
 from gyre.vram.pools import Take
 from gyre.weights.gather import ShardSource
@@ -83,6 +87,8 @@ class NativeTrainer:
         group: Group | None = None,
         parallel: ParallelConfig | None = None,
         logprobs: ChunkLogprobs | None = None,
+        peak_flops: float | None = None,
+        trace_folder: Path | None = None,
     ) -> None:
         """`head` continues a reward model under objective rm; `critic` one under ppo: without them the head starts at
         zero and the critic's trunk as a copy of the actor. `reward_model` is what evaluate(…, "reward") asks.
@@ -92,8 +98,8 @@ class NativeTrainer:
         a disk tier; `parked` ones leave the device as soon as they are made. `logprobs` is how actor and reference
         compute a chunk's log-probs, if not as usual. `group`: the ranks that train together (`parallel.start.join`).
         Each has a NativeTrainer made with the same arguments and weights, and every rank calls every method, with the
-        same global batch. `parallel` says how their models lie
-        over them."""
+        same global batch. `parallel` says how their models lie over them. `peak_flops`: of the device per second in the
+        compute dtype, for MFU. `trace_folder`: where the first rank puts the traces that the config asks for."""
         self._objective, self._config, self._seed = objective, config, seed
         self._compute, self._emit, self._shared = compute, emit, shared
         self._group = group or alone(decoder.device)
@@ -130,6 +136,9 @@ class NativeTrainer:
             rank=self._group.rank,
             num_ranks=self._group.size,
         )
+        self._meter = Meter(self._group, peak_flops=peak_flops)
+        folder = trace_folder if self._group.rank == 0 else None
+        self._tracer = Tracer(folder, config.trace_steps, device=device, emit=emit)
         self._evaluator = Evaluator(
             objective=objective,
             config=config,
@@ -139,6 +148,7 @@ class NativeTrainer:
             planner=self._planner,
             tenancy=self._tenancy,
             group=self._group,
+            meter=self._meter,
         )
 
     def _start(
@@ -153,18 +163,19 @@ class NativeTrainer:
         """Make the models that a snapshot holds. The actor last: what begins like it reads it before it is cut."""
         first = weights if is_blank(decoder) else LiveTensors(dict(decoder.named_parameters()))
         config, tenancy, reference, learner = self._config, self._tenancy, None, None
+        make = partial(Learner, config=config, folder=tenancy.folder, emit=self._emit)
         if needs_reference(self._objective) and config.reference == "initial":
             own = Reference(blank_copy(decoder), config, splitter.split("reference"), first)
             reference = tenancy.take_reference(own)
         if needs_critic(self._objective):
             split = splitter.split("critic")
             if critic is not None:
-                learner = Learner("critic", *critic, config, split)
+                learner = make("critic", *critic, split=split)
             else:
                 scores = ScalarHead(decoder.spec.hidden_size, device=self._group.device)
-                learner = Learner("critic", blank_copy(decoder), scores, config, split, first)
+                learner = make("critic", blank_copy(decoder), scores, split=split, weights=first)
             tenancy.take_learner(learner)
-        actor = tenancy.take_learner(Learner("actor", decoder, head, config, splitter.split("actor"), weights))
+        actor = tenancy.take_learner(make("actor", decoder, head, split=splitter.split("actor"), weights=weights))
         self._models, self._reference = Models(actor=actor, critic=learner, logprobs=logprobs), reference
 
     # PolicyTrainer ---------------------------------------------------------------------------------------------------
@@ -265,7 +276,14 @@ class NativeTrainer:
         """The body of `step`."""
         self._assert_filled()
         with self._group.guard(f"step {batch.step}"):
-            return self._step(batch)
+            with self._tracer.around(batch.step), self._meter.working():
+                started_s = time.perf_counter()
+                report = self._step(batch)
+                step_s = time.perf_counter() - started_s
+            measured = self._meter.report(num_tokens=report.num_tokens, step_s=step_s)
+        if batch.step in self._config.trace_steps:  # the profiler makes it slower: its times say nothing
+            measured = {name: value for name, value in measured.items() if name.startswith(SENT)}
+        return replace(report, measured=measured)
 
     def _step(self, batch: TrainBatch) -> StepReport:
         self._tenancy.need("actor.", "critic.")
@@ -287,7 +305,7 @@ class NativeTrainer:
         return StepReport(
             step=batch.step,
             version=self._version,
-            metrics=totals.finish(self._group) | self._numbers(plan, factor),
+            metrics=totals.finish(self._group, self._moved()) | self._numbers(plan, factor),
             num_tokens=plan.num_tokens * self._config.epochs_per_batch,
             num_updates=self._version - before,
         )
@@ -296,6 +314,8 @@ class NativeTrainer:
         """One optimiser update of every learner, or of none when a gradient is not finite."""
         found = collect_gradients(self._models, self._objective, update.chunks, update.denominator)
         for learner in self._models.learners:
+            spec, scalar = learner.decoder.spec, learner.head is not None
+            self._meter.count(spec, update.chunks, scalar=scalar, backward=True)
             learner.optimizer.reduce()
         norms = {learner.name: learner.optimizer.grad_norm() for learner in self._models.learners}
         self._group.check(f"update of step {step}")  # a sum over ranks that were lost looks like any other number
@@ -321,6 +341,17 @@ class NativeTrainer:
         if due == "refresh":
             self._emit("trainer.reference_refreshed", step=step, version=self._version)
 
+    def _moved(self) -> dict[str, float]:
+        """What offloading moved and waited for since the last step, on this rank; empty without it."""
+        taken = [learner.home.take_traffic() for learner in self._models.learners if learner.home.stream is not None]
+        if not taken:
+            return {}
+        return {
+            "offload_in_bytes": float(sum(one.in_bytes for one in taken)),
+            "offload_out_bytes": float(sum(one.out_bytes for one in taken)),
+            "offload_wait_s": sum(one.waited_s for one in taken),
+        }
+
     def _clear_gradients(self) -> None:
         for learner in self._models.learners:
             learner.clear()
@@ -343,7 +374,7 @@ class NativeTrainer:
     def evaluate_now(self, batch: TrainBatch, which: Which) -> Evaluation:
         """The body of `evaluate`."""
         self._assert_filled()
-        with self._group.guard(f"evaluation of '{which}'"):
+        with self._group.guard(f"evaluation of '{which}'"), self._meter.working():
             return self._evaluator.evaluate(batch, which)
 
     def _whole_tensors(self, take: Take | None) -> dict[str, Tensor]:
