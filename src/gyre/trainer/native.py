@@ -280,7 +280,7 @@ class NativeTrainer:
                 started_s = time.perf_counter()
                 report = self._step(batch)
                 step_s = time.perf_counter() - started_s
-            measured = self._meter.report(num_tokens=report.num_tokens, step_s=step_s)
+            measured = self._meter.report(num_tokens=report.num_tokens, step_s=step_s) | self._moved()
         if batch.step in self._config.trace_steps:  # the profiler makes it slower: its times say nothing
             measured = {name: value for name, value in measured.items() if name.startswith(SENT)}
         return replace(report, measured=measured)
@@ -305,7 +305,7 @@ class NativeTrainer:
         return StepReport(
             step=batch.step,
             version=self._version,
-            metrics=totals.finish(self._group, self._moved()) | self._numbers(plan, factor),
+            metrics=totals.finish(self._group) | self._numbers(plan, factor),
             num_tokens=plan.num_tokens * self._config.epochs_per_batch,
             num_updates=self._version - before,
         )
@@ -342,15 +342,17 @@ class NativeTrainer:
             self._emit("trainer.reference_refreshed", step=step, version=self._version)
 
     def _moved(self) -> dict[str, float]:
-        """What offloading moved and waited for since the last step, on this rank; empty without it."""
+        """What offloading moved and waited for since the last step, on the rank that did most; empty without it."""
         taken = [learner.home.take_traffic() for learner in self._models.learners if learner.home.stream is not None]
         if not taken:
             return {}
-        return {
+        own = {
             "offload_in_bytes": float(sum(one.in_bytes for one in taken)),
             "offload_out_bytes": float(sum(one.out_bytes for one in taken)),
-            "offload_wait_s": sum(one.waited_s for one in taken),
+            "offload_wait_seconds": sum(one.waited_s for one in taken),
         }
+        shared = self._group.share(own)
+        return {name: max(one[name] for one in shared) for name in own}
 
     def _clear_gradients(self) -> None:
         for learner in self._models.learners:
