@@ -115,6 +115,8 @@ class RunConfig(Section):
                 f"trainer.sequences_per_update = {self.trainer.sequences_per_update}: pairs stay together, "
                 "give an even number"
             )
+        if self.trainer.offload_optimizer == "disk" and not self.memory.disk_folder:
+            raise ValueError("trainer.offload_optimizer = 'disk' needs a folder for its file: set memory.disk_folder")
         compares = isinstance(objective, GrpoConfig) and objective.baseline != "none"
         if size < 2 and (compares or (objective.kind == "dpo" and needs_rollouts(objective))):
             raise ValueError(
