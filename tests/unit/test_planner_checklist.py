@@ -107,7 +107,6 @@ def test_lines_follow_the_engine() -> None:
         ("ZeRO", "training", "Memory optimization"),
         ("overlapped data loading", "training", "Data loading"),
         ("asynchronous snapshots", "training", "Checkpointing"),
-        ("sharded snapshots", "training", "Checkpointing"),
         ("restart by itself", "training", "Fault detection"),
         ("quantised weights", "inference", "Quantization"),
         ("speculative decoding", "inference", "Speculative decoding"),

@@ -210,6 +210,18 @@ def test_the_host_pool_for_swapped_kv_counts_on_the_host_and_nowhere_else() -> N
     assert "engine.kv_host" not in explain(offline)
 
 
+def test_what_background_snapshots_are_staged_in_comes_off_the_host_budget() -> None:
+    asked = ask(host_budget_bytes=900 * MIB, dtype="float32", reference=True)
+    plan = make_plan(replace(asked, snapshot_background=True), LAPTOP)
+    each = (12 + 4) * asked.model.num_parameters
+    assert plan.host_budget_bytes == 900 * MIB - each
+    assert "snapshots are staged in" in plan.reasons["host_budget_bytes"]
+    shared = make_plan(replace(asked, snapshot_background=True, ranks=4, reference_average=True), LAPTOP)
+    assert shared.host_budget_bytes == 900 * MIB - -(-20 * asked.model.num_parameters // 4)
+    with pytest.raises(MemoryBudgetError, match="background snapshots need"):
+        make_plan(replace(asked, snapshot_background=True, host_budget_bytes=each - 1), LAPTOP)
+
+
 def test_chunks_shrink_before_the_plan_gives_up() -> None:
     plan = make_plan(ask(device_budget_bytes=300 * MIB), LAPTOP)
     assert 192 <= plan.sizes.tokens_per_chunk < 8192

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import safetensors.torch
+import torch
 from planner_cases import make_job
-from trainer_cases import OBJECTIVES, SPEC
+from trainer_cases import OBJECTIVES, SPEC, whole_tensors
 from zero_cases import (
     AWAY,
     LAYOUTS,
@@ -16,6 +19,7 @@ from zero_cases import (
     away,
     equal_away,
     evaluate,
+    exported,
     freed_between_passes,
     gathered,
     gradients,
@@ -31,6 +35,9 @@ from zero_cases import (
     with_a_bad_number,
 )
 
+from gyre.core.errors import SnapshotError
+from gyre.models.load import load_hub, verify_export
+from gyre.models.verify import verify_runs
 from gyre.planner.layouts import Layout, frozen_bytes, state_bytes
 from gyre.planner.shapes import model_numbers
 from gyre.planner.speed import sent_bytes
@@ -150,7 +157,7 @@ def test_snapshots_fit_any_number_of_ranks(ranks, layout, dtype):
     """One process's into four ranks and back, to the bit; and the run goes on from it."""
     settings = {"dtype": dtype, "reference_moving_average": 0.9, "spec": "odd"}
     state = saved(None, "ppo", steps=2, **settings)
-    written = {name: tensor.float().clone().numpy() for name, tensor in state["tensors"].items()}
+    written = {name: t.float().numpy() for name, t in whole_tensors(state["tensors"].values()).items()}
     results = ranks.run(resume, state, "ppo", steps=range(0), layout=layout, **settings)
     assert results[0][1].keys() == written.keys()
     for name, tensor in written.items():
@@ -243,6 +250,32 @@ def test_what_each_layout_holds(ranks):
         for held in ranks.run(held_bytes, "grpo", dtype="bfloat16", layout=layout):
             got = held["actor.params"], held["actor.grads"], held["actor.optimizer"] + held.get("actor.master", 0)
             assert [size / count for size in got] == pytest.approx([params, grads, rest], rel=0.05), layout
+
+
+def test_an_export_streams_from_the_shards(ranks, tmp_path):
+    """No rank ever holds more than two buckets, and a block on the way to the disk, beside its shard."""
+    folder = tmp_path / "export"
+    results = ranks.run(exported, str(folder), layout="zero3")
+    model_bytes = sum(tensor.nbytes for tensor in results[0]["tensors"].values())
+    assert model_bytes > 4 << 20
+    for result in results:
+        assert 1 << 17 <= result["tensor_bytes"] < 3 << 17, result["tensor_bytes"]
+        assert result["python_bytes"] < model_bytes / 8, result["python_bytes"]
+    files = sorted(folder.glob("model-*.safetensors"))
+    assert len(files) > 2 and (folder / "model.safetensors.index.json").is_file()
+    spec, decoder = load_hub(folder, device=torch.device("cpu"), dtype=torch.float32)
+    for name, parameter in decoder.named_parameters():
+        np.testing.assert_array_equal(parameter.detach().numpy(), results[0]["tensors"][name], err_msg=name)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    stored = {name: file for file in files for name in safetensors.torch.load_file(file)}
+    assert {name: file.name for name, file in stored.items()} == index
+    verify_export(folder, decoder)
+    runs = [(name, 0, p.numel(), p.detach().view(-1)) for name, p in decoder.named_parameters()]
+    verify_runs(folder, spec, runs)
+    with torch.no_grad():
+        decoder.get_parameter("layers.1.down.weight")[3, 5] += 1
+    with pytest.raises(SnapshotError, match=r"content of layers\.1\.down\.weight"):
+        verify_runs(folder, spec, runs)
 
 
 # What the plan and the metrics say of ranks ------------------------------------------------------------------------------

@@ -24,7 +24,6 @@ FEATURES: Mapping[str, str] = MappingProxyType(
         "FP16 with loss scaling": "run.dtype=float16",
         "overlapped data loading": "data.prefetch",
         "asynchronous snapshots": "snapshot.background",
-        "sharded snapshots": "snapshot.sharded",
         "restart by itself": "cluster.max_restarts",
         "quantised weights": "engine.quantise",
         "speculative decoding": "engine.speculate",

@@ -113,6 +113,15 @@ def working_bytes(
     return {phase: size + kept for phase, size in passing.items()}
 
 
+def staging_bytes(
+    model: ModelNumbers, dtype: Dtype, *, trained: int, reference: bool, average: bool, ranks: int
+) -> int:
+    """Host bytes per rank that background snapshots are staged in: masters and two moments in float32 of each trained
+    model, the reference, its average. Ranks share it evenly, whatever the layout."""
+    each = 12 * trained + (ITEM_BYTES[dtype] if reference else 0) + (4 if reference and average else 0)
+    return -(-each * model.num_parameters // ranks)
+
+
 def predict_components(
     inputs: PlanInputs, *, dtype: Dtype, page_tokens: int, kv_pages: int, device: DeviceKind = "cpu"
 ) -> tuple[ComponentPlan, ...]:

@@ -34,6 +34,7 @@ from gyre.planner.layouts import (
     root_parameters,
     state_bytes,
 )
+from gyre.planner.memory import staging_bytes
 from gyre.planner.plan import Dtype, ModelNumbers, Saving
 from gyre.vram.config import Residency
 
@@ -78,6 +79,8 @@ class Job:
     reference: bool = False
     reward_model: ModelNumbers | None = None
     engine: Engine | None = None  # None: nothing is generated
+    snapshot_background: bool = False  # snapshots are staged in host memory, which stays taken
+    reference_average: bool = False
     offload_cut_bytes: int = 128 * MIB  # of offloaded state that visits the device at a time
 
     @property
@@ -193,9 +196,19 @@ def device_bytes_of(moment: Moment, layout: Layout) -> int:
 
 
 def host_bytes_of(job: Job, layout: Layout, residency: Residency) -> int:
-    """Pinned host memory per rank: what is offloaded, and under "phase" everything that leaves and is not destroyed."""
+    """Pinned host memory per rank: what is offloaded, what snapshots are staged in, and under "phase" everything that
+    leaves and is not destroyed."""
     states = _states(job, layout)
     away = host_state_bytes(states, layout) | _host_staging(job, layout)
+    if job.snapshot_background:
+        away["snapshots"] = staging_bytes(
+            job.model,
+            job.dtype,
+            trained=job.copies,
+            reference=job.reference,
+            average=job.reference_average,
+            ranks=layout.gpus,
+        )
     if residency == "resident":
         return sum(away.values())
     on_disk = disk_state_bytes(states, layout)

@@ -114,6 +114,9 @@ class PlanInputs:
     disk_budget_bytes: int | None = None
     disk_tier: bool = False
     leave: Mapping[str, Leave] = field(default_factory=dict)
+    ranks: int = 1  # that share the work of a snapshot
+    snapshot_background: bool = False  # it is staged in host memory, which stays taken
+    reference_average: bool = False  # a moving average in float32 beside the reference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -81,7 +81,8 @@ class SnapshotConfig(Section):
     every_steps: int = Field(default=20, ge=0)
     """Loop steps between snapshots; 0 writes one at the end of a stage only."""
     background: bool = False
-    """Train on while a snapshot is written: it is staged in host memory first, which takes as many bytes as it has."""
+    """Train on while a snapshot is written: each rank stages its part in host memory first, which stays taken (12 bytes
+    per parameter over the number of ranks; the planner counts them)."""
     deadline_s: float = Field(default=1800.0, gt=0.0)
     """Longest that a save, or the end of a stage, waits for the one that is being written in the background."""
     keep: int = Field(default=2, ge=1)

@@ -9,11 +9,12 @@ clip, AdamW, version + 1. Torch work runs on the compute thread that the constru
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ from gyre.trainer.config import TrainerConfig
 from gyre.trainer.evaluation import Evaluator
 from gyre.trainer.learner import HEAD_PREFIX, Learner
 from gyre.trainer.measures import SENT, Meter
+from gyre.trainer.parts import OTHER_MODEL, HeldParts, Holding, Part, PartSource, check_kinds
 from gyre.trainer.passes import ChunkLogprobs, chunk_logprobs
 from gyre.trainer.reference import Reference
 from gyre.trainer.schedule import learning_rate_factor
@@ -57,7 +59,6 @@ from gyre.trainer.start import blank_copy, is_blank, start_frozen
 from gyre.trainer.tenancy import ScoredModel, Tenancy
 from gyre.trainer.trace import Tracer
 from gyre.trainer.update import Models, Totals, collect_gradients
-from gyre.vram.pools import Take
 from gyre.weights.gather import ShardSource
 from gyre.weights.manifest import make_manifest
 from gyre.weights.pieces import LiveTensors, TensorSource
@@ -117,6 +118,7 @@ class NativeTrainer:
             head = ScalarHead(decoder.spec.hidden_size, device=device)
         assert head is None or trains_scores(objective), f"objective {objective.kind} trains no scalar head"
         self._version, self._steps_done = version, 0
+        self._model = json.loads(json.dumps(asdict(decoder.spec)))  # as a snapshot says it
         self._filled = weights is not None or not is_blank(decoder)
         self._tenancy = Tenancy(disk_folder, parked or {})
         logprobs = logprobs or partial(chunk_logprobs, checkpointing=config.checkpointing)
@@ -208,39 +210,50 @@ class NativeTrainer:
         )
         return make_manifest(self._version, like, shared=False, checksums=False), source
 
-    def snapshot(self, take: Take | None = None) -> Mapping[str, Any]:
-        """Return {"tensors": by name, "state": JSON-able}. Tensors are whole copies on the CPU of rank 0 (the other
-        ranks get none), taken from the tier where each component is: a snapshot moves nothing, and needs room for one
-        bucket on the device where tensors lie in shards. `take` gives the memory for this
-        rank's copies."""
+    def snapshot(self) -> Mapping[str, Any]:
+        """Return {"tensors": copies of this rank's Parts by key, "state": JSON-able}. The parts of all ranks together
+        are the whole, each number once."""
+        taken = self.live_snapshot()
+        parts = {key: replace(part, values_N=_host_copy(part.values_N)) for key, part in taken["tensors"].items()}
+        return {"tensors": parts, "state": taken["state"]}
+
+    def live_snapshot(self) -> Mapping[str, Any]:
+        """As `snapshot`, but the parts are read where each component lies, on whatever tier, and are valid until
+        training or a move goes on. Moves nothing; asks no other rank for anything."""
         self._assert_filled()
-        with self._group.guard("snapshot"):
-            tensors = self._whole_tensors(take)
+        parts: dict[str, Part] = {}
+        components: dict[str, list[Holding]] = {}
+        for holding in self._holdings():
+            components.setdefault(holding.component, []).append(holding)
+        for component, holdings in components.items():
+            named = {name: tensor for holding in holdings for name, tensor in holding.named().items()}
+            readable = self._tenancy.readable(component, named)
+            parts |= {part.key: part for holding in holdings for part in holding.parts(readable)}
         state = {
             "objective": self._objective.kind,
+            "model": self._model,
             "version": self._version,
             "steps_done": self._steps_done,
             "num_updates": {learner.name: learner.optimizer.num_updates for learner in self._models.learners},
         }
-        return {"tensors": tensors, "state": state}
+        return {"tensors": parts, "state": state}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `snapshot` returned, read back; every rank is given the whole of it, whatever the number
-        of ranks that wrote it. SnapshotError if it is of another model or objective."""
+        """Continue from what `snapshot` returned, on every rank: "tensors" is a PartSource, or the Parts of all ranks
+        that took it, however many. SnapshotError, with nothing changed, if it is of another model or objective."""
         tensors, numbers = state["tensors"], state["state"]
-        if numbers["objective"] != self._objective.kind:
-            raise SnapshotError(
-                f"the snapshot is of objective '{numbers['objective']}', this run has '{self._objective.kind}'",
-                hint="resume with the config that the run was started with",
-            )
+        source: PartSource = HeldParts(tensors.values()) if isinstance(tensors, Mapping) else tensors
+        self._refuse_another(numbers)
+        wanted = [holding.kinds() for holding in self._holdings()]
+        check_kinds({name: kind for kinds in wanted for name, kind in kinds.items()}, source.kinds())
         self._filled = False  # until all of it is there
         with self._group.guard("restore"):
             for learner in self._models.learners:  # one at a time: what is parked need not fit beside the others
                 with self._tenancy.all_on_device(f"{learner.name}."):
-                    learner.restore(tensors, int(numbers["num_updates"][learner.name]))
+                    learner.restore(source, int(numbers["num_updates"][learner.name]))
             if self._reference is not None:
                 with self._tenancy.on_device("reference"):
-                    self._reference.restore(tensors)
+                    self._reference.restore(source)
         self._version, self._steps_done = int(numbers["version"]), int(numbers["steps_done"])
         self._filled = True
 
@@ -379,18 +392,23 @@ class NativeTrainer:
         with self._group.guard(f"evaluation of '{which}'"), self._meter.working():
             return self._evaluator.evaluate(batch, which)
 
-    def _whole_tensors(self, take: Take | None) -> dict[str, Tensor]:
-        """Everything that a snapshot holds, on rank 0."""
-        tensors: dict[str, Tensor] = {}
-        for learner in self._models.learners:
-            copies: dict[str, Tensor] = {}
-            for component, parts in learner.state_tensors().items():
-                copies |= self._tenancy.copies(component, parts, take)
-            tensors |= learner.whole_state(copies)
-        if self._reference is not None:
-            copies = self._tenancy.copies("reference", self._reference.state_tensors(), take)
-            tensors |= self._reference.whole_state(copies)
-        return tensors
+    def _holdings(self) -> list[Holding]:
+        """Everything that a snapshot holds, and this rank of it."""
+        found = [holding for learner in self._models.learners for holding in learner.holdings()]
+        return found + (self._reference.holdings() if self._reference is not None else [])
+
+    def _refuse_another(self, numbers: Mapping[str, Any]) -> None:
+        """SnapshotError if a snapshot is of another objective or model."""
+        if numbers["objective"] != self._objective.kind:
+            raise SnapshotError(
+                f"the snapshot is of objective '{numbers['objective']}', this run has '{self._objective.kind}'",
+                hint="resume with the config that the run was started with",
+            )
+        for key, mine in self._model.items():
+            if (its := numbers["model"].get(key)) != mine:
+                raise SnapshotError(
+                    f"the snapshot is of another model: its {key} is {its}, this run's is {mine}", hint=OTHER_MODEL
+                )
 
     def _close(self) -> None:
         for learner in self._models.learners:
@@ -398,3 +416,7 @@ class NativeTrainer:
         for name in self._tenancy.tiers():
             if name not in ("actor.params", "reward"):
                 self._tenancy.remove(name)
+
+
+def _host_copy(values_N: Tensor) -> Tensor:
+    return torch.empty(values_N.shape, dtype=values_N.dtype).copy_(values_N)

@@ -166,6 +166,8 @@ def make_job(inputs: PlanInputs, dtype: Dtype, cluster: Cluster) -> Job:
         reference=inputs.reference,
         reward_model=inputs.reward_model,
         engine=engine,
+        snapshot_background=inputs.snapshot_background,
+        reference_average=inputs.reference_average,
         offload_cut_bytes=inputs.offload_cut_bytes,
     )
 

@@ -209,7 +209,7 @@ def plan_run(
     and the plan is for each of them."""
     disk = folder / config.memory.disk_folder if config.memory.disk_folder else None
     inputs = read_inputs(config, stage, model_numbers(spec), data, dtype=dtype)
-    return make_plan(inputs, cut_hardware(read_hardware(disk), share))
+    return make_plan(replace(inputs, ranks=share), cut_hardware(read_hardware(disk), share))
 
 
 def read_inputs(
@@ -251,6 +251,8 @@ def read_inputs(
         disk_budget_bytes=None if memory.disk_budget_bytes == "auto" else memory.disk_budget_bytes,
         disk_tier=bool(memory.disk_folder),
         leave=memory.leave,
+        snapshot_background=config.snapshot.background,
+        reference_average=bool(stage.trainer.reference_moving_average),
     )
 
 
