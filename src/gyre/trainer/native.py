@@ -13,6 +13,7 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from gyre.core.records import (
 )
 from gyre.kernels import flash
 from gyre.kernels.choose import CUDA_DTYPES, why_torch
+from gyre.kernels.float8 import MULTIPLE
 from gyre.models.decoder import Decoder
 from gyre.models.heads import ScalarHead
 from gyre.objectives.api import (
@@ -47,7 +49,9 @@ from gyre.parallel.mesh import Splitter
 from gyre.trainer.batches import EpochPlan, Planner, Update
 from gyre.trainer.config import TrainerConfig
 from gyre.trainer.evaluation import Evaluator
+from gyre.trainer.float8 import projection_shapes
 from gyre.trainer.learner import HEAD_PREFIX, Learner
+from gyre.trainer.loss_scale import LossScale
 from gyre.trainer.parallelise import shard_decoder
 from gyre.trainer.passes import ChunkLogprobs, chunk_logprobs
 from gyre.trainer.reference import Reference, frozen_copy
@@ -104,11 +108,15 @@ class NativeTrainer:
         wants_reference = needs_reference(objective) and config.reference == "initial"
         first = frozen_copy(decoder) if wants_reference else None  # copied before the actor is cut
         trunk = _critic_model(decoder, critic) if needs_critic(objective) else None
+        actor = Learner("actor", decoder, head, config, splitter.split("actor"))
+        assert logprobs is None or not actor.float8, "log-probs that are given know nothing of 8 bits"
         self._models = Models(
-            actor=Learner("actor", decoder, head, config, splitter.split("actor")),
+            actor=actor,
             critic=Learner("critic", *trunk, config, splitter.split("critic")) if trunk else None,
-            logprobs=logprobs or partial(chunk_logprobs, checkpointing=config.checkpointing),
+            logprobs=logprobs or partial(chunk_logprobs, checkpointing=config.checkpointing, float8=actor.float8),
         )
+        self._tell_float8()
+        self._loss_scale = LossScale() if actor.dtype == torch.float16 else None
         self._reference = Reference(first, config, splitter.split("reference")) if first is not None else None
         if reward_model is not None and (split := splitter.split("reward")).shards_weights:
             shard_decoder(reward_model[0].requires_grad_(False), split, trains=False)
@@ -177,6 +185,8 @@ class NativeTrainer:
             "steps_done": self._steps_done,
             "num_updates": {learner.name: learner.optimizer.num_updates for learner in self._models.learners},
         }
+        if self._loss_scale is not None:
+            state["loss_scale"] = asdict(self._loss_scale)
         return {"tensors": tensors, "state": state}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -198,6 +208,8 @@ class NativeTrainer:
             if self._reference is not None:
                 self._reference.restore(tensors)
         self._version, self._steps_done = int(numbers["version"]), int(numbers["steps_done"])
+        if self._loss_scale is not None:  # a snapshot of a run in another dtype has none
+            self._loss_scale = LossScale(**numbers.get("loss_scale", {}))
 
     # MemoryTenant ----------------------------------------------------------------------------------------------------
 
@@ -256,12 +268,16 @@ class NativeTrainer:
 
     def _update(self, update: Update, factor: float, totals: Totals, step: int) -> None:
         """One optimiser update of every learner, or of none when a gradient is not finite."""
-        found = collect_gradients(self._models, self._objective, update.chunks, update.denominator)
+        scale = 1.0 if self._loss_scale is None else self._loss_scale.factor
+        given = self._models, self._objective, update.chunks, update.denominator
+        found = collect_gradients(*given, loss_scale=scale)
         for learner in self._models.learners:
             learner.optimizer.reduce()
-        norms = {learner.name: learner.optimizer.grad_norm() for learner in self._models.learners}
+        norms = {learner.name: learner.optimizer.grad_norm() / scale for learner in self._models.learners}
         self._group.check(f"update of step {step}")  # a sum over ranks that were lost looks like any other number
-        if not all(math.isfinite(norm) for norm in norms.values()):
+        finite = all(math.isfinite(norm) for norm in norms.values())
+        self._follow_loss_scale(finite, step)
+        if not finite:
             totals.skip()
             self._emit("trainer.update_skipped", step=step, reason=f"gradient norm is {norms}")
             self._clear_gradients()
@@ -269,9 +285,27 @@ class NativeTrainer:
         totals.add(found, norms)
         for learner in self._models.learners:
             clip, norm = self._config.grad_clip, norms[learner.name]
-            scale = clip / norm if clip and norm > clip else 1.0
-            learner.optimizer.update(learning_rate=factor * self._peak_rate(learner.name), grad_scale=scale)
+            clipped = clip / norm if clip and norm > clip else 1.0
+            learner.update(learning_rate=factor * self._peak_rate(learner.name), grad_scale=clipped / scale)
         self._version += 1
+
+    def _follow_loss_scale(self, finite: bool, step: int) -> None:
+        """The gradient norm is the same on all ranks, and so is what follows from it."""
+        if self._loss_scale is None:
+            return
+        left, self._loss_scale = self._loss_scale, self._loss_scale.after(finite=finite)
+        if self._loss_scale.factor != left.factor:
+            self._emit("trainer.loss_scale", step=step, factor=self._loss_scale.factor, was=left.factor)
+
+    def _tell_float8(self) -> None:
+        """Which matrices are multiplied in 8 bits, and which are not although that was asked for."""
+        for learner in self._models.learners if self._config.matmul == "fp8" else ():
+            shapes = projection_shapes(learner.decoder)
+            wide = {name: f"{shape}: {MULTIPLE} does not divide both" for name, shape in shapes.items()}
+            wide = {name: reason for name, reason in wide.items() if name not in learner.float8}
+            gathered = sorted(name for name in learner.float8 if learner.gathers_in_float8(name))
+            told = {"learner": learner.name, "layers": sorted(learner.float8), "gathered": gathered}
+            self._emit("trainer.float8", **told, left_wide=wide, counted=bool(wide))
 
     def _follow_policy(self, step: int) -> None:
         """Renew the reference when that is due, wherever it is parked."""
@@ -292,7 +326,8 @@ class NativeTrainer:
         return self._config.learning_rate if learner == "actor" or critic_rate is None else critic_rate
 
     def _numbers(self, plan: EpochPlan, factor: float) -> dict[str, float]:
-        return {
+        scale = {} if self._loss_scale is None else {"loss_scale": self._loss_scale.factor}
+        return scale | {
             "learning_rate": factor * self._config.learning_rate,
             "tokens": float(plan.num_tokens),
             "target_tokens": float(plan.num_targets),

@@ -13,18 +13,22 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from gyre.models.decoder import Decoder
+from gyre.core.records import Projection
+from gyre.models.decoder import NOTHING, Decoder
 from gyre.parallel.mesh import Split
+from gyre.trainer.float8 import Float8Shard, gather_in_float8, share_amaxes
 
 
 def is_sharded(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
-def shard_decoder(decoder: Decoder, split: Split, *, trains: bool) -> None:
+def shard_decoder(
+    decoder: Decoder, split: Split, *, trains: bool, float8: frozenset[Projection] = NOTHING
+) -> None:
     """Cut the weights over the ranks of `split.mesh.shard`. Trained shards are float32, the master weights themselves:
-    layers are gathered in the dtype that the decoder had, gradients are summed in float32. Copies on other replicas are
-    kept equal by the optimiser, once per update."""
+    layers are gathered in the dtype that the decoder had, or in 8 bits the projections of `float8`; gradients are
+    summed in float32. Copies on other replicas are kept equal by the optimiser, once per update."""
     assert split.mesh.torch_mesh is not None and split.shards_weights
     dtype, mesh = decoder.dtype, split.mesh.torch_mesh["shard"]
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
@@ -32,6 +36,7 @@ def shard_decoder(decoder: Decoder, split: Split, *, trains: bool) -> None:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for layer in decoder.layers:
         _to_master(layer, trains)
+        gather_in_float8(layer, float8, split.mesh.shard.size)
         fully_shard(layer, mesh=mesh, reshard_after_forward=split.zero == 3, mp_policy=policy)
     _to_master(decoder, trains)
     fully_shard(decoder, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
@@ -39,6 +44,7 @@ def shard_decoder(decoder: Decoder, split: Split, *, trains: bool) -> None:
     for module in _parts(decoder):
         module.set_gradient_divide_factor(1.0)  # losses are divided by the denominator of all ranks already
         module.set_force_sum_reduction_for_comms(True)
+    share_amaxes(decoder.parameters(), dtype, split.mesh.shard)
 
 
 def reshard(decoder: Decoder) -> None:
@@ -64,7 +70,8 @@ def local_tensors(decoder: Decoder) -> dict[str, Tensor]:
 def local_part(parameter: Tensor) -> Tensor:
     """The plain tensor that a parameter is, or that this rank has of it; shares its storage."""
     found = parameter.detach()
-    return found.to_local() if isinstance(found, DTensor) else found
+    found = found.to_local() if isinstance(found, DTensor) else found
+    return found.wide_OI if isinstance(found, Float8Shard) else found
 
 
 def _to_master(module: nn.Module, trains: bool) -> None:
