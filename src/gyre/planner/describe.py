@@ -98,7 +98,7 @@ def _time_rows(choice: Choice) -> list[tuple[str, ...]]:
     time, layout = best.time, best.layout
     sent = ", ".join(f"{name} {words(size)}" for name, size in sent_bytes(job, layout).items()) or "nothing is sent"
     rows = [
-        ("compute", time.compute_s, f"{gpu.training_share:.0%} of {gpu.bf16_flops / 1e12:.0f} TFLOP/s; "
+        ("compute", time.compute_s, f"{gpu.training_share:.0%} of {(gpu.bf16_flops or gpu.fp16_flops) / 1e12:.0f} TFLOP/s; "
          f"{chunks_per_update(job, layout)} chunks"),
         ("computed again", time.again_s, "checkpointing, and logits by blocks"),
         ("exposed communication", time.exposed_s, f"of {time.traffic_s:.3f} s: {sent}"),
