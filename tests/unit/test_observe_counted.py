@@ -67,6 +67,8 @@ ORDINARY = {
     "snapshot.waited": "for the one before it, which was still being written",
     "snapshot.waiting": "likewise",
     "trainer.attention_kernel": "a choice, told once; it says itself that it counts where another kernel broke",
+    "trainer.float8": "a choice, told once; it says itself that it counts where a matrix stays wide",
+    "trainer.loss_scale": "a change; trainer.update_skipped counts what it cost",
     "trainer.reference_refreshed": "planned",
     "weights.gathered": "planned",
 }
