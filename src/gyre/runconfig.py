@@ -125,7 +125,7 @@ class RunConfig(Section):
             raise ValueError(f"{INVARIANT_REFUSAL}: {reason}. {INVARIANT_HINT}")
         if self.trainer.matmul == "fp8" and self.run.dtype == "float16":
             raise ValueError(
-                "trainer.matmul = 'fp8' with run.dtype = 'float16': GPUs that multiply 8-bit floats have bfloat16, need "
+                "trainer.matmul = 'fp8' with run.dtype = 'float16': a GPU that has the one has bfloat16, give "
                 "run.dtype = 'bfloat16', 'float32' or 'auto'"
             )
         return self

@@ -50,7 +50,12 @@ def test_what_is_not_finite_stays_so():
     for bad in (float("nan"), float("inf")):
         x_NK = torch.ones(16, 16)
         x_NK[3, 4] = bad
-        found = product(quantise(x_NK, E4M3, rows=True), quantise(torch.ones(16, 16), E4M3, rows=True), over="rows", dtype=torch.float32)
+        found = product(
+            quantise(x_NK, E4M3, rows=True),
+            quantise(torch.ones(16, 16), E4M3, rows=True),
+            over="rows",
+            dtype=torch.float32,
+        )
         assert not found[3].isfinite().all()
     zeros = quantise(torch.zeros(16, 16), E4M3, rows=True)
     assert product(zeros, zeros, over="rows", dtype=torch.float32).eq(0).all()
@@ -110,7 +115,9 @@ def layer_by(matmul: Any, tokens: int, *, lean: bool = False) -> dict[str, Tenso
         weights = {name: layer.weight for name, layer in layers.items()}
     else:
         float8 = frozenset(shapes) if matmul == "ours" else frozenset()
-        again_TE, q_THD, _, _ = attention_inputs(x_TE, norms[0], weights["qkv"], None, None, None, *tables, heads=heads, eps=1e-6, float8=float8)
+        again_TE, q_THD, _, _ = attention_inputs(
+            x_TE, norms[0], weights["qkv"], None, None, None, *tables, heads=heads, eps=1e-6, float8=float8
+        )
         rest = weights["out"], norms[1], weights["gate_up"], weights["down"]
         y_TE = layer_output(again_TE, q_THD.flatten(1), *rest, eps=1e-6, lean=lean, float8=float8)
     y_TE.backward(random(tokens, hidden, seed=30, scale=1e-3, dtype=dtype))

@@ -82,7 +82,11 @@ def test_lines_follow_the_layout() -> None:
         ("h200", {}, ("BF16 compute", "FP8 off: trainer.matmul = 'same'")),
         ("h200", {"matmul": "fp8"}, ("BF16 compute", "FP8 on")),
         ("a100-80g", {}, ("BF16 compute", "FP8 off: a100-80g does not multiply")),
-        ("v100-32g", {"dtype": "float16"}, ("FP16 compute with dynamic loss scaling (v100-32g has no BF16)", "FP8 off")),
+        (
+            "v100-32g",
+            {"dtype": "float16"},
+            ("FP16 compute with dynamic loss scaling (v100-32g has no BF16)", "FP8 off"),
+        ),
     ],
 )
 def test_the_precision_line_says_what_is_multiplied_and_why(gpu: str, job: dict, words: tuple[str, ...]) -> None:
@@ -96,11 +100,16 @@ def test_the_precision_line_says_what_is_multiplied_and_why(gpu: str, job: dict,
 def test_8_bit_products_are_planned_for() -> None:
     """Faster, half the bytes of gathered layers; temporaries are counted; GPUs without them are refused."""
     layout = {"fixed": Fixed(zero=3, checkpointing="none")}
-    same, fp8 = (choose(make_job(longest=8192, matmul=matmul), Cluster(gpus=8, gpu=find_gpu("h200")), **layout).best for matmul in ("same", "fp8"))
+    same, fp8 = (
+        choose(make_job(longest=8192, matmul=matmul), Cluster(gpus=8, gpu=find_gpu("h200")), **layout).best
+        for matmul in ("same", "fp8")
+    )
     assert fp8.time.compute_s < 0.85 * same.time.compute_s and fp8.time.traffic_s < 0.9 * same.time.traffic_s
     deepest = [next(m for m in best.moments if m.name == "deepest layer").parts for best in (same, fp8)]
     assert deepest[1]["layer's gradients"] > deepest[0]["layer's gradients"]
-    config = RunConfig.model_validate({"model": {"path": "x"}, "objective": {"kind": "sft"}, "trainer": {"matmul": "fp8"}})
+    config = RunConfig.model_validate(
+        {"model": {"path": "x"}, "objective": {"kind": "sft"}, "trainer": {"matmul": "fp8"}}
+    )
     assert built_features(RunConfig)["FP8 training"] and config.trainer.matmul == "fp8"
 
 

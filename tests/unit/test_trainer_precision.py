@@ -20,7 +20,15 @@ from gyre.trainer.native import NativeTrainer
 def test_the_scale_is_that_of_torch_s_scaler():
     """Through overflows at random, one right after the other, and two runs of good updates that are long enough."""
     rng = np.random.default_rng(0)
-    finite = [True, False, False, *[True] * (GOOD_UPDATES + 3), False, *[True] * (2 * GOOD_UPDATES), *(rng.random(200) < 0.9)]
+    finite = [
+        True,
+        False,
+        False,
+        *[True] * (GOOD_UPDATES + 3),
+        False,
+        *[True] * (2 * GOOD_UPDATES),
+        *(rng.random(200) < 0.9),
+    ]
     parameter = torch.nn.Parameter(torch.zeros(1))
     scaler, sgd = torch.amp.GradScaler("cpu"), torch.optim.SGD([parameter], lr=0.0)
     ours = LossScale()
@@ -45,9 +53,14 @@ def test_updates_are_those_of_torch_s_scaler_over_the_same_gradients():
     trainer = make_trainer("grpo", dtype=torch.float16, grad_clip=0.5, weight_decay=0.0, learning_rate=1e-3)
     optimizer = trainer._models.actor.optimizer
     theirs = torch.nn.Parameter(optimizer.master_N.clone())
-    scaler, adamw = torch.amp.GradScaler("cpu"), torch.optim.AdamW([theirs], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    scaler, adamw = (
+        torch.amp.GradScaler("cpu"),
+        torch.optim.AdamW([theirs], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0),
+    )
     scaler.scale(torch.ones(()))
-    for step, batch in enumerate([make_batch(seed=0), with_overflow(1), with_overflow(2), make_batch(seed=3), make_batch(seed=4)]):
+    for step, batch in enumerate(
+        [make_batch(seed=0), with_overflow(1), with_overflow(2), make_batch(seed=3), make_batch(seed=4)]
+    ):
         taken: list[torch.Tensor] = []
         optimizer.reduce = lambda taken=taken: taken.append(optimizer.grad_N.clone())
         report = trainer.step_now(replace(batch, step=step))
@@ -96,7 +109,10 @@ def test_float16_goes_on_from_a_snapshot_to_the_bit(kind):
     reports = run(whole, range(5))
     run(half, range(3))
     state = dict(half.snapshot())
-    assert state["state"]["loss_scale"] == {"factor": half._loss_scale.factor, "good_updates": half._loss_scale.good_updates}
+    assert state["state"]["loss_scale"] == {
+        "factor": half._loss_scale.factor,
+        "good_updates": half._loss_scale.good_updates,
+    }
     resumed.restore(state)
     assert run(resumed, range(3, 5)) == reports[3:]
     assert resumed._loss_scale == whole._loss_scale
@@ -112,14 +128,18 @@ def test_a_snapshot_of_a_wider_run_starts_the_scale_anew():
     assert wide._loss_scale is None
 
 
-@pytest.mark.parametrize("settings", [{"dtype": torch.float16}, {"matmul": "fp8"}, {"matmul": "fp8", "dtype": torch.bfloat16}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"dtype": torch.float16}, {"matmul": "fp8"}, {"matmul": "fp8", "dtype": torch.bfloat16}], ids=str
+)
 def test_a_model_learns(settings):
     """As far as wide products learn, on the same batch."""
     losses = {}
     for name, how in (("wide", {}), ("narrow", settings)):
         decoder = Decoder(SPEC, device=CPU, dtype=how.get("dtype", torch.float32))
         init_weights(decoder, 0)
-        trainer = make_trainer("sft", decoder=decoder, learning_rate=3e-3, **{k: v for k, v in how.items() if k != "dtype"})
+        trainer = make_trainer(
+            "sft", decoder=decoder, learning_rate=3e-3, **{k: v for k, v in how.items() if k != "dtype"}
+        )
         losses[name] = [trainer.step_now(make_batch(6)).metrics["loss"] for _ in range(30)]
     assert losses["narrow"][0] == pytest.approx(losses["wide"][0], rel=0.02)
     assert losses["narrow"][-1] < 0.6 * losses["narrow"][0]
@@ -132,7 +152,13 @@ def test_8_bit_products_are_told_with_what_stays_wide():
     assert [fields["learner"] for _, fields in events] == ["actor", "critic"]
     assert events[0] == (
         "trainer.float8",
-        {"learner": "actor", "layers": ["down", "gate_up", "out", "qkv"], "gathered": [], "left_wide": {}, "counted": False},
+        {
+            "learner": "actor",
+            "layers": ["down", "gate_up", "out", "qkv"],
+            "gathered": [],
+            "left_wide": {},
+            "counted": False,
+        },
     )
     odd = Decoder(replace(SPEC, mlp_size=44), device=CPU, dtype=torch.float32)
     init_weights(odd, 0)
@@ -155,11 +181,13 @@ def test_the_first_step_is_on_policy_and_on_the_reference(kind):
     """Old log-probs, reference and loss come from the same products: KL exactly 0, ratio 1."""
     trainer = make_trainer(kind, matmul="fp8", epochs_per_batch=2)
     batch = make_batch()
-    ours, reference = (trainer.evaluate_now(batch, which).per_token for which in ("policy", "reference" if kind != "ppo" else "policy"))
+    ours, reference = (
+        trainer.evaluate_now(batch, which).per_token for which in ("policy", "reference" if kind != "ppo" else "policy")
+    )
     assert all(np.array_equal(a, b) for a, b in zip(ours, reference, strict=True))
     plain = make_trainer(kind).evaluate_now(batch, "policy").per_token
     gap = max(np.abs(a - b).max() for a, b in zip(ours, plain, strict=True))
-    assert 1e-4 < gap, "the products were not of 8-bit operands"
+    assert gap > 1e-4, "the products were not of 8-bit operands"
 
 
 def test_masters_and_what_the_engine_gets_stay_wide():

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from gyre.core.records import Matmul
 from gyre.planner.activations import (
     ITEM_BYTES,
     again_bytes,
@@ -30,7 +31,6 @@ from gyre.planner.layouts import (
     root_parameters,
     state_bytes,
 )
-from gyre.core.records import Matmul
 from gyre.planner.plan import Dtype, ModelNumbers, Saving
 from gyre.vram.config import Residency
 

@@ -125,7 +125,7 @@ def float8_shard(parameter: Tensor) -> Float8Shard | None:
 
 
 def share_amaxes(parameters: Iterable[Tensor], dtype: torch.dtype, group: Group) -> None:
-    """After the shards have changed: the largest number of each weight over the ranks. Collective where there are any."""
+    """After shards have changed: the largest number of each weight, over the ranks. Collective where there are any."""
     shards = [shard for parameter in parameters if (shard := float8_shard(parameter)) is not None]
     if not shards:
         return

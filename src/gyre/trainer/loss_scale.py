@@ -1,8 +1,8 @@
 """Loss scale: keeps gradients inside the range of FP16. In: whether an update's gradient was finite. Out: the factor by
 which the next losses are multiplied. Pure. Caller: trainer.native.
 
-As torch.amp.GradScaler with its defaults (Micikevicius et al. 2018, "Mixed precision training", 3.2): a power of two, so
-that scaling and unscaling round nothing.
+As torch.amp.GradScaler with its defaults (Micikevicius et al. 2018, "Mixed precision training", 3.2). The factor is a
+power of two, so that scaling and unscaling round nothing.
 """
 
 from __future__ import annotations

@@ -23,9 +23,7 @@ def is_sharded(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
-def shard_decoder(
-    decoder: Decoder, split: Split, *, trains: bool, float8: frozenset[Projection] = NOTHING
-) -> None:
+def shard_decoder(decoder: Decoder, split: Split, *, trains: bool, float8: frozenset[Projection] = NOTHING) -> None:
     """Cut the weights over the ranks of `split.mesh.shard`. Trained shards are float32, the master weights themselves:
     layers are gathered in the dtype that the decoder had, or in 8 bits the projections of `float8`; gradients are
     summed in float32. Copies on other replicas are kept equal by the optimiser, once per update."""
