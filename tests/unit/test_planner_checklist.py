@@ -114,7 +114,7 @@ def test_8_bit_products_are_planned_for() -> None:
 
 
 def test_what_auto_means_for_a_gpu() -> None:
-    for gpu, dtype in (("h200", "bfloat16"), ("v100-32g", "float16")):
+    for gpu, dtype in (("h200", "bfloat16"), ("v100-32g", "float16"), ("t4", "float16")):
         found = plan_shape(Request(gpus=8, gpu=gpu, shape="qwen3-0.6b", sequence_tokens=1024))
         assert ("FP16 compute" in found["text"]) == (dtype == "float16")
 

@@ -187,6 +187,16 @@ def test_training_with_8_bit_products_goes_on_from_another_layout_s_snapshot(pai
     assert_close(on[0][1], on[1][1], relative=1e-3)
 
 
+@pytest.mark.parametrize("layout", ["zero1", "zero3"])
+def test_8_bit_products_of_parked_components_and_of_the_reference(pair, layout):
+    """Shards that were away are gathered as before; the reference, never trained, multiplies what the policy does."""
+    settings = {"matmul": "fp8", "dtype": "bfloat16", "layout": layout}
+    expected = pair.run(train, "grpo", **settings)[0][1]
+    assert_close(pair.run(moved, "grpo", **settings)[0], expected, relative=1e-6)
+    ours, theirs = (pair.run(evaluate, "grpo", which, **settings)[0] for which in ("policy", "reference"))
+    assert all(np.array_equal(a, b) for a, b in zip(ours[:9], theirs[:9], strict=True))
+
+
 @pytest.mark.parametrize("layout", ["zero0", "zero1", "zero2", "zero3"])
 def test_an_overflow_in_float16_is_skipped_on_all_ranks_alike(pair, layout):
     expected, state = overflowed(None)

@@ -101,14 +101,18 @@ def quantise(
     amax = largest(x_NK) if amax is None else amax
     if (kernels := _kernels(x_NK)) and x_NK.numel():
         return Quantised(*kernels.quantise(x_NK.contiguous(), amax, dtype, rows=rows, columns=columns), amax)
-    most = torch.finfo(dtype).max
-    scale = (most / amax.double().clamp(min=SMALLEST_AMAX)).float()
+    most, scale = torch.finfo(dtype).max, scale_of(amax, dtype)
     x_NK = (x_NK.float() * scale).clamp_(-most, most).to(dtype)  # the clamp is for torch < 2.12, whose cast does not
     columns_KM = None
     if columns:
         columns_KM = x_NK.new_zeros(x_NK.shape[1], padded(len(x_NK)))
         columns_KM[:, : len(x_NK)] = x_NK.t()
     return Quantised(x_NK if rows else None, columns_KM, scale.reciprocal(), amax)
+
+
+def scale_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """By what operands with these largest numbers are multiplied before they are rounded, float32."""
+    return (torch.finfo(dtype).max / amax.double().clamp(min=SMALLEST_AMAX)).float()
 
 
 def product(a: Quantised, b: Quantised, *, over: str, dtype: torch.dtype, fast: bool = False) -> Tensor:

@@ -17,10 +17,11 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from gyre.core.errors import ConfigError
 from gyre.core.records import Matmul, Projection
-from gyre.kernels.float8 import E4M3, MULTIPLE, Float8Weight, fits, largest, quantise, why_not
+from gyre.kernels.float8 import E4M3, MULTIPLE, Float8Weight, fits, largest, quantise, scale_of, why_not
 from gyre.models.decoder import Decoder, Layer
 from gyre.parallel.group import Group
 
@@ -40,7 +41,7 @@ def float8_projections(decoder: Decoder, matmul: Matmul) -> frozenset[Projection
     if (reason := why_not(decoder.device, decoder.dtype)) is not None:
         raise ConfigError(f"trainer.matmul = 'fp8': {reason}", hint=HINT)
     shapes = projection_shapes(decoder)
-    found = frozenset(name for name in PROJECTIONS if fits(shapes[name]))
+    found: frozenset[Projection] = frozenset(name for name in PROJECTIONS if fits(shapes[name]))
     if not found:
         raise ConfigError(
             f"trainer.matmul = 'fp8': no matrix of a layer has sizes that {MULTIPLE} divides, got {shapes}", hint=HINT
@@ -59,7 +60,8 @@ class Float8Shard(torch.Tensor):
     """A float32 shard of a weight, for FSDP2, which asks it what to gather and what to make of that."""
 
     wide_OI: Tensor
-    amax: Tensor | None  # of the whole weight, rounded to the compute dtype; `share_amaxes` sets it
+    amax: Tensor | None  # of the whole weight, rounded to the compute dtype; `share_amaxes` sets it, and
+    inverse: Tensor | None  # of the scale that follows from it: made there, since FSDP2 gathers on a stream of its own
 
     @staticmethod
     def __new__(cls, wide_OI: Tensor) -> Float8Shard:
@@ -74,16 +76,16 @@ class Float8Shard(torch.Tensor):
         )
 
     def __init__(self, wide_OI: Tensor) -> None:
-        self.wide_OI, self.amax = wide_OI, None
+        self.wide_OI, self.amax, self.inverse = wide_OI, None, None
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"Float8Shard({self.wide_OI})"
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        bare_args, bare_kwargs = torch.utils._pytree.tree_map_only(cls, lambda x: x.wide_OI, (args, kwargs or {}))
+        bare_args, bare_kwargs = tree_map_only(cls, lambda x: x.wide_OI, (args, kwargs or {}))
         result = func(*bare_args, **bare_kwargs)
-        return torch.utils._pytree.tree_map_only(Tensor, cls, result) if func in KEEP_KIND else result
+        return tree_map_only(Tensor, cls, result) if func in KEEP_KIND else result
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
@@ -93,7 +95,7 @@ class Float8Shard(torch.Tensor):
         dtype = mp_policy.param_dtype or self.wide_OI.dtype
         shard = quantise(self.wide_OI.to(dtype), E4M3, rows=True, amax=self.amax)
         assert shard.rows_NK is not None
-        return (shard.rows_NK,), (self.amax, shard.inverse)
+        return (shard.rows_NK,), (self.amax, self.inverse)
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
@@ -131,5 +133,7 @@ def share_amaxes(parameters: Iterable[Tensor], dtype: torch.dtype, group: Group)
         return
     amaxes = torch.stack([largest(shard.wide_OI) for shard in shards])
     group.all_reduce(amaxes, "max")
-    for shard, amax in zip(shards, amaxes.to(dtype).float().unbind(), strict=True):
-        shard.amax = amax
+    amaxes = amaxes.to(dtype).float()
+    inverses = scale_of(amaxes, E4M3).reciprocal()
+    for shard, amax, inverse in zip(shards, amaxes.unbind(), inverses.unbind(), strict=True):
+        shard.amax, shard.inverse = amax, inverse
