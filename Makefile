@@ -3,9 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 GYRE := $(BIN)/gyre
-DEMO_RUN := runs/arith_grpo_cpu
+# Test files that run side by side, each worker with one thread of arithmetic.
+WORKERS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: demo install install-dev test test-all check gpu-test bench bench-gpu clean
+.PHONY: demo install install-dev test test-all test-failed check gpu-test bench bench-gpu clean
 
 demo: install
 	$(GYRE) train configs/arith_grpo_cpu.toml --check-goal
@@ -30,10 +32,14 @@ check: install-dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 test: check
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not gpu"
 
 test-all: check
-	$(BIN)/python -m pytest -m "not gpu"
+	$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not gpu"
+
+# What failed in the last run, with nothing beside it.
+test-failed: install-dev
+	$(PYTEST) -m "not gpu" --last-failed --last-failed-no-failures none -rA
 
 gpu-test:
 	python3 -m pytest -m gpu tests/gpu

@@ -4,6 +4,7 @@ arguments. Out: an object with seats. Workers import it by name: "cluster_roles:
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import threading
 import time
@@ -143,6 +144,18 @@ class Stuck(CountingTrainer):
 
 def stuck_trainer(context: Context, *, rank: int, stuck: bool = False, slow_s: float = 0.0) -> Any:
     trainer = Stuck(context, stuck=stuck, slow_s=slow_s)
+    return SimpleNamespace(trainer=TrainerSeat(trainer, rank=rank, compute=ThreadPoolExecutor(1)))
+
+
+class FullDisk(CountingTrainer):
+    """A trainer that cannot write what its step wants to keep."""
+
+    async def step(self, batch: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/full")
+
+
+def full_disk_trainer(context: Context, *, rank: int) -> Any:
+    trainer = FullDisk(emit=context.emit)
     return SimpleNamespace(trainer=TrainerSeat(trainer, rank=rank, compute=ThreadPoolExecutor(1)))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -50,6 +51,13 @@ def spec(name: str, **fields: Any) -> RoleSpec:
     path = os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")])
     fields = {"builder": "cluster_roles:odd", "cpus": 0.5, "deadline_s": 60.0, **fields}
     return RoleSpec(name=name, environment={"PYTHONPATH": path, "GYRE_SAID": name}, **fields)
+
+
+class Unreadable:
+    """Can be sent and not be read."""
+
+    def __reduce__(self) -> Any:
+        return (float, ("not a number, which only its reader finds out",))
 
 
 def go(work: Callable[[], Awaitable[None]]) -> None:
@@ -115,6 +123,42 @@ def test_a_busy_worker_is_late_and_can_still_be_looked_at(cluster) -> None:
         assert isinstance(await arrive(handle.look("pulse"), handle, "pulse", 20), int)
         await arrive(blocked, handle, "block", 20)
         await cluster.stop(handle)
+
+    go(main)
+
+
+def test_a_call_whose_arguments_cannot_be_sent_or_read_holds_up_no_other(cluster) -> None:
+    """Calls are answered in order, and one that never reaches the worker must not be waited for."""
+    if isinstance(cluster, LocalCluster):
+        pytest.skip("threads send nothing")
+
+    async def main() -> None:
+        handle = await cluster.start(spec("mailbox"))
+        with pytest.raises(TypeError, match="pickle"):
+            handle.begin("note", 0, threading.Lock())
+        unreadable = handle.begin("note", 1, Unreadable())
+        after = handle.begin("note", 2, None)
+        with pytest.raises(WorkerFault, match="worker mailbox"):
+            await arrive(unreadable, handle, "note", 20)
+        await arrive(after, handle, "note", 20)
+        assert await ask(handle, "noted", deadline_s=20) == [2]
+        await cluster.stop(handle)
+
+    go(main)
+
+
+def test_a_worker_that_does_not_move_is_stopped_all_the_same(cluster) -> None:
+    """A process that was stopped by a signal, or hangs in a driver, keeps its device until it is gone."""
+    if isinstance(cluster, LocalCluster):
+        pytest.skip("a thread cannot be stopped by a signal")
+
+    async def main() -> None:
+        handle = await cluster.start(spec("frozen"))
+        process = psutil.Process(await_pid(handle))
+        process.suspend()
+        await cluster.stop(handle)
+        assert not process.is_running()
+        assert not [kind for worker, kind, _ in EVENTS if worker == "frozen"]
 
     go(main)
 

@@ -2,19 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
-from gyre.kernels.cpu.build import Unavailable
+from gyre.kernels.cpu.build import INSTRUCTION_SETS, InstructionSet, Unavailable
+from gyre.kernels.cpu.chunks import load_chunks
 from gyre.kernels.cpu.library import load_decoder
 
 
-@pytest.fixture(params=["c", "torch"])
+@pytest.fixture(params=["c", pytest.param("avx2", marks=pytest.mark.slow), "torch"])
 def both_kernels(request, monkeypatch) -> str:
-    """Run the test on the C kernels, and again without them."""
+    """Run the test on the C kernels, and again without them; where there is time, also on those for AVX2."""
     library = load_decoder(torch.float32)
-    if request.param == "torch":
+    if request.param == "avx2":
+        narrow = load_decoder(torch.float32, INSTRUCTION_SETS[-1])
+        if isinstance(narrow, Unavailable) or library.instructions is narrow.instructions:
+            pytest.skip("there are no AVX2 kernels here beside the best ones")
+        monkeypatch.setattr(
+            "gyre.engine.cpu_step.load_decoder", lambda dtype: load_decoder(dtype, INSTRUCTION_SETS[-1])
+        )
+    elif request.param == "torch":
         monkeypatch.setattr("gyre.engine.cpu_step.load_decoder", lambda dtype: Unavailable(reason="not for this test"))
     elif isinstance(library, Unavailable):
         pytest.skip(library.reason)
     return request.param
+
+
+@pytest.fixture(scope="module", params=INSTRUCTION_SETS, ids=lambda one: one.name)
+def instructions(request) -> Iterator[InstructionSet]:
+    """Run the test on the C kernels of each instruction set that this machine has."""
+    found = load_decoder(torch.float32, request.param)
+    if isinstance(found, Unavailable):
+        pytest.skip(found.reason)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gyre.engine.cpu_step.load_decoder", lambda dtype: load_decoder(dtype, request.param))
+        for module in ("cpu.chunks", "choose"):
+            patch.setattr(f"gyre.kernels.{module}.load_chunks", lambda dtype: load_chunks(dtype, request.param))
+        yield request.param
+
+
+@pytest.fixture(scope="module", params=[1, 3], ids=["1 thread", "3 threads"])
+def team(request) -> Iterator[int]:
+    """Run the test with so many threads, whatever the machine has: a team of one hides races."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)

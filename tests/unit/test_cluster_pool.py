@@ -241,7 +241,7 @@ def test_an_engine_that_hangs_is_lost_with_its_stacks() -> None:
         with pytest.raises(RankError, match="every engine is lost"):
             await read(pool.submit(ask("stuck")))
         causes = [fields["cause"] for fields in bench.kinds("engine.lost")]
-        assert causes and all("no engine step for 0.3 s" in cause and "thread" in cause for cause in causes)
+        assert causes and all("no progress of the engine for 0.3 s" in cause and "thread" in cause for cause in causes)
         await pool.close()
 
     go(work, hang_s=0.3, max_restarts=0)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import sys
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,12 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "contracts"))
 import cluster_roles  # noqa: F401  the workers import it by name
 
+from gyre.cluster import trainers
 from gyre.cluster.gate import ClusterGate
 from gyre.cluster.local import LocalCluster
 from gyre.cluster.trainers import TrainerGroup
-from gyre.core.errors import InputError, MemoryBudgetError, RankError
+from gyre.cluster.waiting import arrive_now, ask
+from gyre.core.errors import InputError, MemoryBudgetError, RankError, WorkerLost
 from gyre.core.records import RoleSpec, TrainBatch, TrainSequence
 
 Group = tuple[TrainerGroup, LocalCluster, list[tuple[str, dict[str, Any]]]]
@@ -27,7 +31,7 @@ def batch(step: int) -> TrainBatch:
     return TrainBatch(sequences=(TrainSequence(tokens=np.arange(6, dtype=np.int32), columns={}),), step=step)
 
 
-async def make(role: str, ranks: list[dict[str, Any]], *, hang_s: float = 20.0) -> Group:
+async def make(role: str, ranks: list[dict[str, Any]], *, hang_s: float = 20.0, call_deadline_s: float = 10.0) -> Group:
     events: list[tuple[str, dict[str, Any]]] = []
     cluster = LocalCluster(on_event=lambda worker, kind, **fields: events.append((kind, {"worker": worker, **fields})))
     handles = [
@@ -40,8 +44,10 @@ async def make(role: str, ranks: list[dict[str, Any]], *, hang_s: float = 20.0) 
         cluster,
         handles,
         emit=lambda kind, **fields: events.append((kind, fields)),
-        call_deadline_s=10.0,
+        call_deadline_s=call_deadline_s,
         hang_s=hang_s,
+        look_s=0.1,
+        grace_s=0.5,
     )
     return group, cluster, events
 
@@ -84,7 +90,7 @@ def test_a_rank_that_dies_is_named() -> None:
 
 def test_a_hang_is_found_by_its_pulse_and_carries_all_stacks() -> None:
     async def work() -> None:
-        group, cluster, events = await make("stuck_trainer", [{"stuck": True}, {}], hang_s=1.5)
+        group, cluster, events = await make("stuck_trainer", [{"stuck": True}, {}], hang_s=0.5)
         with pytest.raises(RankError, match=r"step 1 hangs: no progress on rank-0 for") as hung:
             await group.step(batch(1))
         assert "self._forever.wait" in hung.value.message and "== rank-1" in hung.value.message
@@ -99,7 +105,7 @@ def test_a_slow_step_that_makes_progress_is_no_hang() -> None:
     """Longer than hang_s, with ticks all the while; the rank that waits for it is not taken for hung either."""
 
     async def work() -> None:
-        group, cluster, _ = await make("stuck_trainer", [{"slow_s": 3.5}, {}], hang_s=1.5)
+        group, cluster, _ = await make("stuck_trainer", [{"slow_s": 2.5}, {}], hang_s=1.5)
         assert (await group.step(batch(1))).step == 1
         await cluster.close()
 
@@ -133,17 +139,116 @@ def test_a_version_that_is_over_gives_no_tensors() -> None:
     go(work)
 
 
+def test_a_rank_that_is_gone_ends_a_blocking_call_though_another_one_waits_for_it() -> None:
+    async def work() -> None:
+        group, cluster, _ = await make("stuck_trainer", [{}, {}])
+        cluster.handles["rank-0"].begin = lambda method, *args: Future()  # type: ignore[method-assign]  never answers
+        cluster.handles["rank-1"].kill("killed by a test")
+        with pytest.raises(RankError, match=r"rank 1 \(rank-1, .*killed by a test"):
+            await asyncio.to_thread(group.register)
+        await cluster.close()
+
+    go(work)
+
+
+def test_one_deadline_for_all_ranks_of_a_blocking_call() -> None:
+    async def work() -> None:
+        group, cluster, _ = await make("stuck_trainer", [{}] * 4, call_deadline_s=0.3)
+        for handle in cluster.handles.values():
+            handle.begin = lambda method, *args: Future()  # type: ignore[method-assign]
+        waits: list[float] = []
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(RankError, match=r"rank 0 .*not answered"):
+            patch.setattr(
+                trainers, "wait", lambda futures, timeout, **_: waits.append(timeout) or (set(), set(futures))
+            )
+            patch.setattr(trainers, "arrive_now", lambda f, h, what, s: waits.append(s) or arrive_now(f, h, what, s))
+            await asyncio.to_thread(group.register)
+        assert sum(waits) == pytest.approx(0.3)
+        await cluster.close()
+
+    go(work)
+
+
+def test_a_full_disk_in_a_rank_is_said_as_that_and_not_as_a_lost_rank() -> None:
+    """A user mends it; another attempt at the run would end the same way."""
+
+    async def work() -> None:
+        group, cluster, _ = await make("full_disk_trainer", [{}, {}])
+        with pytest.raises(OSError, match="No space left") as failed:
+            await group.step(batch(1))
+        assert failed.value.errno == errno.ENOSPC and failed.value.filename == "/full"
+        await cluster.close()
+
+    go(work)
+
+
+def test_an_event_that_cannot_be_written_fails_the_call_that_brought_it() -> None:
+    async def work() -> None:
+        def on_event(worker: str, kind: str, **fields: Any) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        cluster = LocalCluster(on_event=on_event)
+        handle = await cluster.start(RoleSpec(name="odd", builder="cluster_roles:odd"))
+        with pytest.raises(OSError, match="No space left"):
+            await ask(handle, "echo", 1, deadline_s=20)
+        assert isinstance(await ask(handle, "pid", deadline_s=20), int)
+        await cluster.close()
+
+    go(work)
+
+
+def test_a_lost_rank_is_not_taken_for_the_loss_of_who_wants_its_tensors() -> None:
+    async def work() -> None:
+        group, cluster, _ = await make("fake_trainer", [{}, {}])
+        _, tensors = group.register()
+        cluster.handles["rank-0"].kill("killed by a test")
+        with pytest.raises(RankError, match=r"tensors of version 0: rank 0 \(rank-0, .*killed") as failed:
+            tensors.fetch_all()
+        assert not isinstance(failed.value, WorkerLost)
+        await cluster.close()
+
+    go(work)
+
+
 def test_the_gate_enters_a_phase_everywhere_and_says_what_each_holds() -> None:
     async def work() -> None:
         _, cluster, events = await make("gated", [{"held_bytes": 10}, {"held_bytes": 20}])
-        handles = list(cluster.handles.values())
-        gate = ClusterGate(lambda: handles, emit=lambda kind, **fields: events.append((kind, fields)), deadline_s=10.0)
+        gate = ClusterGate(
+            list(cluster.handles.values()), emit=lambda kind, **fields: events.append((kind, fields)), deadline_s=10.0
+        )
         await gate.enter("train", step=3)
         assert ("cluster.memory", {"phase": "train", "step": 3, "device_bytes": {"rank-0": 10, "rank-1": 20}}) in events
         with pytest.raises(MemoryBudgetError, match="no room on rank-1"):
             await gate.enter("score", step=3)
         with pytest.raises(RankError, match=r"rank-0 .* could not enter phase handover"):
             await gate.enter("handover", step=3)
+        await cluster.close()
+
+    go(work)
+
+
+@pytest.mark.parametrize("how", ["dead", "broken", "silent"])
+def test_an_engine_alone_that_cannot_change_phase_costs_itself_and_not_the_run(how: str) -> None:
+    async def work() -> None:
+        _, cluster, events = await make("gated", [{"held_bytes": 10}, {"held_bytes": 20}])
+        engine, rank = cluster.handles.values()
+        lost: list[tuple[Any, str]] = []
+        gate = ClusterGate(
+            [rank],
+            emit=lambda kind, **fields: events.append((kind, fields)),
+            deadline_s=0.5,
+            engines=lambda: [engine],
+            on_lost=lambda handle, cause: lost.append((handle, cause)),
+        )
+        if how == "dead":
+            engine.kill("killed by a test")
+        if how == "silent":
+            engine.begin = lambda method, *args: Future()  # type: ignore[method-assign]
+        await gate.enter("handover" if how == "broken" else "rollout", step=3)
+        ((handle, cause),) = lost
+        told = {"dead": "killed by a test", "broken": "told to break", "silent": "had not answered 'enter'"}[how]
+        assert handle is engine and told in cause
+        assert events[-1][1]["device_bytes"] == {"rank-1": 20}
         await cluster.close()
 
     go(work)

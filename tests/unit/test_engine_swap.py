@@ -11,7 +11,7 @@ from engine_cases import Bench, ask, go, make_decoder, tokens_of
 
 from gyre.core.errors import ConfigError, InputError
 from gyre.core.records import Partial
-from gyre.engine.streams import collect, join_chunks
+from gyre.engine.streams import collect, complete
 
 ROOMY = {"num_pages": 60}
 TIGHT = {"num_pages": 26, "kv_host_bytes": 10**6, "prefill_tokens_per_s": 1e-3}  # of four sequences two fit whole
@@ -36,7 +36,7 @@ def test_new_weights_amid_overlap_and_swap(policy, memory: dict, overlap: bool) 
         heads = [[await anext(stream) for _ in range(20 if place < 2 else 1)] for place, stream in enumerate(streams)]
         await bench.publish(1, make_decoder(2), shared=False, policy=policy)
         rests = [[chunk async for chunk in stream] for stream in streams]
-        results = [join_chunks([*head, *rest]) for head, rest in zip(heads, rests, strict=True)]
+        results = [complete([*head, *rest]) for head, rest in zip(heads, rests, strict=True)]
         assert all(len(part.tokens) == 40 and (np.diff(part.versions) >= 0).all() for part in results)
         olds = [int((part.versions == 0).sum()) for part in results]
         assert all(

@@ -3,13 +3,8 @@ step must not change a bit. Work area, pages and outputs are poisoned before eve
 
 from __future__ import annotations
 
-import ctypes
-import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,26 +14,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gyre.engine.attention import KvPool
-from gyre.engine.config import EngineConfig
 from gyre.engine.cpu_step import CpuStep
+from gyre.engine.parameters import COLDEST
 from gyre.engine.rows import Rows
-from gyre.engine.runner import Runner
-from gyre.engine.runners import choose_runner
 from gyre.engine.sampler import choose, make_rules
 from gyre.engine.scheduler import Chunk, Step
 from gyre.kernels import reference
-from gyre.kernels.cpu import build
-from gyre.kernels.cpu.build import Unavailable
-from gyre.kernels.cpu.library import CModel, DecoderLibrary, load_decoder
 from gyre.models.decoder import Decoder
 from gyre.models.init import init_weights
 from gyre.models.spec import ModelSpec
-from gyre.planner.memory import engine_bytes
-from gyre.planner.plan import Dtype, ModelNumbers
 
 CPU = torch.device("cpu")
 WIDTH = 200  # tokens of the widest sequence
-pytestmark = pytest.mark.skipif(isinstance(load_decoder(torch.float32), Unavailable), reason="no C compiler here")
+pytestmark = pytest.mark.usefixtures("instructions", "team")
 
 SPEC = ModelSpec(
     family="qwen3", vocab_size=97, hidden_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, mlp_size=70,
@@ -222,75 +210,31 @@ def test_unsound_logits_are_told_and_stay_alone(bad: float) -> None:
         assert np.isfinite(got.raw_logprobs).tolist() == [True, False, True]
 
 
-def test_without_a_compiler_the_reason_is_an_event(monkeypatch) -> None:
-    monkeypatch.setattr(build.shutil, "which", lambda name: None)
-    decoder = Decoder(SPEC, device=CPU, dtype=torch.float32)
-    pool = KvPool(
-        num_layers=2, num_pages=1, num_kv_heads=2, page_tokens=4, head_dim=16, device=CPU, dtype=torch.float32
-    )
-    events = []
-    config = EngineConfig(page_tokens=16)
-    runner = choose_runner(decoder, pool, config, emit=lambda kind, **fields: events.append((kind, fields)))
-    assert (
-        isinstance(runner, Runner) and events[0][0] == "engine.torch_kernels" and "compiler" in events[0][1]["reason"]
-    )
+@pytest.mark.parametrize("place", [0, 7, 8, 95, 96])
+def test_one_unsound_logit_is_told_wherever_it_lies(place: int) -> None:
+    """Within the first vector and the last, and in the tail that fills none: 97 tokens are no multiple of any width."""
+    case = Case(replace(SPEC, tied=False), [1, 1], page_tokens=16, dtype=torch.float32, seed=0)
+    with torch.no_grad():
+        case.decoder.head_weight[place, 3] = float("inf")
+    step = make_step(np.arange(2), [])
+    for inverse in (0.0, 1.0):
+        got = case.step.choose(case.rows, step, np.full(2, inverse, np.float32), np.full(2, 0.5)).sampled
+        assert np.isnan(got.raw_logprobs).all() and np.isnan(got.logprobs).all()
 
 
-def test_a_compiler_that_fails_is_told_and_leaves_nothing(monkeypatch, tmp_path: Path) -> None:
-    broken = tmp_path / "cc"
-    broken.write_text(
-        "#!/bin/sh\ncase \"$*\" in\n--version) exit 0;;\n*-dM*) echo '#define __AVX512BW__ 1'; exit 0;;\nesac\n"
-        "echo 'no room for frobs' >&2\nexit 1\n"
-    )
-    broken.chmod(0o755)
-    monkeypatch.setattr(build, "find_compiler", lambda: str(broken))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    found = load_decoder(torch.float32)
-    assert isinstance(found, Unavailable) and "no room for frobs" in found.reason
-    assert list((tmp_path / "cache" / "gyre" / "kernels").iterdir()) == []
-
-
-def test_a_processor_without_wide_vectors_keeps_torch(monkeypatch) -> None:
-    monkeypatch.setattr(build, "_macros", lambda compiler: "#define __AVX2__ 1")
-    found = load_decoder(torch.float32)
-    assert isinstance(found, Unavailable) and "AVX-512" in found.reason
-
-
-@pytest.mark.slow
-def test_a_processor_without_bfloat16_products_gives_the_same(tmp_path: Path) -> None:
-    """The kernels built for the first AVX-512 processors pass the tests of this file and of the trainer's kernels."""
-    code = (
-        "import sys, pytest, gyre.kernels.cpu.build as build;"
-        "build.FLAGS = tuple('-march=skylake-avx512' if 'march' in flag else flag for flag in build.FLAGS);"
-        "sys.exit(pytest.main(['-q', *sys.argv[1:], '-k', 'oracle or company or norm or heads or attention']))"
-    )
-    files = [__file__, str(Path(__file__).with_name("test_kernels_cpu_chunks.py"))]
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-    ran = subprocess.run([sys.executable, "-c", code, *files], env=environment, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stdout[-2000:]
-
-
-def test_processes_may_race_for_an_empty_cache(tmp_path: Path) -> None:
-    code = "import torch; from gyre.kernels.cpu.library import *; assert isinstance(load_decoder(torch.float32), DecoderLibrary)"
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-    racing = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(2)]
-    assert [process.wait(timeout=240) for process in racing] == [0, 0]
-    assert [path.suffix for path in (tmp_path / "gyre" / "kernels").iterdir()] == [".so"]
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("tokens", "running"), [(2048, 256), (256, 256), (2048, 8), (256, 8)])
-@pytest.mark.parametrize("threads", [1, 16])
-def test_the_work_area_is_within_what_is_planned_for_a_rollout(
-    dtype: Dtype, tokens: int, running: int, threads: int
-) -> None:
-    library = load_decoder(getattr(torch, dtype))
-    assert isinstance(library, DecoderLibrary)
-    for hidden, mlp, heads, vocab in ((64, 96, 4, 200), (256, 768, 4, 512), (768, 2048, 12, 151_936)):
-        model = CModel(layers=4, hidden=hidden, mlp=mlp, heads=heads, kv_heads=2, head_dim=64, vocab=vocab)
-        needed = library.scratch_bytes(ctypes.byref(model), tokens, running, running, threads) + running * vocab * 4
-        numbers = ModelNumbers(
-            num_parameters=0, vocab_size=vocab, hidden_size=hidden, num_layers=4, num_heads=heads, num_kv_heads=2,
-            head_dim=64, mlp_size=mlp, context_tokens=1024,
-        )  # fmt: skip
-        assert needed <= engine_bytes(numbers, dtype, tokens=tokens, running=running, longest=512)
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 999), scale=st.sampled_from([0.3, 4.0, 60.0]), coldest=st.booleans())
+def test_draws_at_both_ends_take_tokens_with_weight(seed: int, scale: float, coldest: bool) -> None:
+    """Where most tokens weigh nothing, the least and the largest uniform number still find one that does."""
+    vocab = int(np.random.default_rng(seed).integers(2, 900))
+    case = Case(replace(SPEC, vocab_size=vocab, num_layers=1), [1] * 4, page_tokens=16, dtype=torch.float32, seed=seed)
+    with torch.no_grad():
+        case.decoder.final_norm.weight.mul_(scale)
+    uniform_N = np.array([0.0, np.nextafter(1.0, 0.0), 0.0, np.nextafter(1.0, 0.0)])
+    temperature_N = np.full(4, COLDEST if coldest else 1.0, np.float32)
+    step = make_step(np.arange(4), [])
+    got = case.step.choose(case.rows, step, np.float32(1.0) / temperature_N, uniform_N).sampled
+    logits_NV = case.step.logits(case.rows, step).double().numpy()
+    assert np.isfinite(got.logprobs).all() and (got.logprobs <= 0).all()
+    below_N = (logits_NV.max(1) - logits_NV[np.arange(4), got.tokens]) / temperature_N
+    np.testing.assert_array_less(below_N, 88.0)  # e^-88: what float32 takes for more than nothing

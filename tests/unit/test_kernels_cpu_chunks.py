@@ -17,7 +17,7 @@ from gyre.kernels import attention, heads, logprobs, norm, reference, silu
 from gyre.kernels.attention import PackedLayout, varlen_attention
 from gyre.kernels.choose import kernels_for
 from gyre.kernels.cpu.build import Unavailable
-from gyre.kernels.cpu.chunks import load_chunks
+from gyre.kernels.cpu.chunks import ChunkKernels
 from gyre.kernels.heads import turn_heads, turn_heads_backward
 from gyre.kernels.logprobs import token_logprobs
 from gyre.kernels.norm import rms_norm_backward, rms_norm_forward
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 EPS = 1e-6
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
-pytestmark = pytest.mark.skipif(isinstance(load_chunks(torch.float32), Unavailable), reason="no C compiler here")
+pytestmark = pytest.mark.usefixtures("instructions", "team")
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
 
 
@@ -185,6 +185,48 @@ def test_bits_do_not_depend_on_the_neighbours() -> None:
         span = slice(start, start + length)
         assert torch.equal(whole[span], varlen_attention(q[span], k[span], v[span], PackedLayout.of([length], CPU)))
         start += length
+
+
+def test_large_logits_cost_no_digits() -> None:
+    """Log-probs hang on differences: logits that all lie near 2,000 give what those near 0 give, and none above 0."""
+    logits = 2000 + 3 * randn(60, 160, seed=5, dtype=torch.float32)
+    temperature = torch.linspace(0.3, 1.7, 60)
+    for targets in (logits.argmax(1), logits.argmin(1)):
+        kernels = kernels_for(logits, 160)
+        assert isinstance(kernels, ChunkKernels)
+        got, entropy, _ = kernels.logprobs(logits, temperature, targets)
+        want = (logits.double() / temperature.double()[:, None]).log_softmax(1)
+        torch.testing.assert_close(got.double(), want.gather(1, targets[:, None])[:, 0], rtol=2e-6, atol=2e-6)
+        torch.testing.assert_close(entropy.double(), -(want.exp() * want).sum(1), rtol=2e-5, atol=2e-5)
+        assert (got <= 0).all()
+
+
+@by_dtype
+def test_rows_may_begin_anywhere(dtype: torch.dtype) -> None:
+    """The same bits from tensors that begin one number past where memory is aligned."""
+
+    def moved(tensor: Tensor) -> Tensor:
+        room = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape)
+        return room.copy_(tensor)
+
+    kernels = kernels_for(randn(1, seed=0, dtype=dtype))
+    assert isinstance(kernels, ChunkKernels)
+    x, weight, gate_up = (randn(*shape, seed=1, dtype=dtype) for shape in ((9, 48), (48,), (9, 96)))
+    q, k, v, grad = (randn(70, heads, 32, seed=i, dtype=dtype) for i, heads in enumerate((4, 2, 2, 4)))
+    offsets = torch.tensor([0, 67, 70], dtype=torch.int32)
+
+    def run(place: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        qkv = [place(q), place(k), place(v)]
+        out, total = kernels.attention(*qkv, offsets, 67)
+        normed, rstd = kernels.norm(place(x), place(weight), EPS)
+        return [
+            out, *kernels.attention_backward(place(grad), *qkv, place(out), place(total), offsets, 67),
+            normed, *kernels.norm_backward(place(x), place(x), place(rstd), place(weight), None),
+            kernels.silu(place(gate_up)), kernels.silu_backward(place(x), place(gate_up))[0],
+        ]  # fmt: skip
+
+    for straight, askew in zip(run(torch.clone), run(moved), strict=True):
+        assert torch.equal(straight, askew)
 
 
 @pytest.mark.parametrize("without", ["kernels", "compiler"])

@@ -52,6 +52,7 @@ ORDINARY_ENDINGS = (
 ORDINARY = {
     "cluster.memory": "a reading",
     "cluster.starting": "planned",
+    "engine.c_kernels": "a choice by what the processor has, told once",
     "engine.graphs_captured": "at the start",
     "engine.prefill_kernel": "a choice by measurement, told once",
     "engine.prefix_cleared": "old versions' pages never match again",
@@ -67,6 +68,7 @@ ORDINARY = {
     "snapshot.waited": "for the one before it, which was still being written",
     "snapshot.waiting": "likewise",
     "trainer.attention_kernel": "a choice, told once; it says itself that it counts where another kernel broke",
+    "trainer.c_kernels": "a choice, like the engine's",
     "trainer.float8": "a choice, told once; it says itself that it counts where a matrix stays wide",
     "trainer.loss_scale": "a change; trainer.update_skipped counts what it cost",
     "trainer.reference_refreshed": "planned",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from rank_pool import RankPool
-from zero_cases import broken_step, steps_again
+from zero_cases import broken_step, steps_again, warmed
 
 DEADLINE_S = 15.0  # far below the 30 minutes of torch's default; the pool's own is 6
 
@@ -18,6 +18,7 @@ def ranks():
 
 def test_a_rank_that_raises_is_named_on_all(ranks):
     layout = "zero3"
+    assert ranks.run(warmed) == [6.0, 6.0, 6.0]
     told = ranks.run(broken_step, "all", victim=-1, layout=layout)
     assert all("InputError" in text and "temperature 0" in text for _, text in told)
     assert ranks.run(steps_again) == [1, 1, 1], "what all ranks refuse alike breaks nothing"

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from trainer_cases import SPEC, make_batch, make_trainer
+from trainer_cases import OF_THE_MACHINE, SPEC, make_batch, make_trainer
 
 from gyre.core.records import StepReport, TrainBatch, Which
 from gyre.models.decoder import Decoder
@@ -233,7 +233,7 @@ def with_a_bad_number(group: Group | None, kind: str, **settings: Any) -> tuple[
     after = whole(trainer)
     updates.append(trainer.step_now(batch_for(2, seed=1)).num_updates)
     same = all(np.array_equal(before[name], after[name]) for name in before)
-    return updates, [name for name, _ in events if name != "trainer.torch_kernels"], same
+    return updates, [name for name, _ in events if name not in OF_THE_MACHINE], same
 
 
 def gathered_dtypes(group: Group, matmul: str) -> tuple[list[str], list[str], int]:
@@ -272,3 +272,11 @@ def freed_between_passes(group: Group) -> tuple[list[int], list[int], bool]:
     after = [weight.untyped_storage().nbytes() for weight in seen]
     logprobs_N.sum().backward()
     return during, after, bool(trainer._models.actor.optimizer.grad_N.any())
+
+
+def warmed(group: Group) -> float:
+    """The sum of all ranks' numbers after a warm-up, which must leave the ranks in step."""
+    group.warm_up(largest=1000)
+    x_N = torch.full((3,), float(group.rank + 1), device=group.device)
+    group.all_reduce(x_N)
+    return float(x_N[0])

@@ -87,12 +87,14 @@ def _c_kernels() -> Finding:
     """Builds what a run on this CPU would build, where it is not in the cache yet."""
     from gyre.kernels.cpu import build
 
+    names = set()
     for source in build.LIBRARIES:
-        library = build.load(source, bf16=describe_hardware()["flags"]["bf16"])
-        if isinstance(library, build.Unavailable):
+        built = build.load(source, bf16=describe_hardware()["flags"]["bf16"])
+        if isinstance(built, build.Unavailable):
             advice = "runs on the CPU take torch's kernels, several times slower; gcc 12 or clang builds ours"
-            return Finding(what="C kernels", verdict="weaker", detail=library.reason, advice=advice)
-    detail = f"built by {build.find_compiler()}, kept in {build.cache_folder()}"
+            return Finding(what="C kernels", verdict="weaker", detail=built.reason, advice=advice)
+        names.add(built.instructions.name)
+    detail = f"built for {' and '.join(names)} by {build.find_compiler()}, kept in {build.cache_folder()}"
     return Finding(what="C kernels", verdict="ok", detail=detail)
 
 

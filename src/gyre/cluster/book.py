@@ -1,17 +1,13 @@
 """Book: what has come of one request, so that it can be gone on with elsewhere. In: the request, chunks. Out: chunks
 for the caller, the request as another engine must get it. Pure. Caller: cluster.pool.
-
-C tokens chosen, c tokens of one chunk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
-
-from gyre.core.records import Partial, Request, Support, TokenChunk
+from gyre.core.chunks import as_partial, join_chunks
+from gyre.core.records import Partial, Request, TokenChunk
 
 
 class Book:
@@ -77,50 +73,5 @@ class Book:
         return (0 if begun is None else len(begun.tokens)) + sum(len(c.tokens) for c in self._chunks.get(index, ()))
 
     def _partial(self, index: int) -> Partial:
-        parts: list[Partial | TokenChunk] = [*self._chunks.get(index, ())]
-        if index in self._begun:
-            parts.insert(0, self._begun[index])
-        return Partial(
-            index=index,
-            tokens=np.concatenate([part.tokens for part in parts]).astype(np.int32),
-            logprobs=np.concatenate([part.logprobs for part in parts]).astype(np.float32),
-            raw_logprobs=np.concatenate([part.raw_logprobs for part in parts]).astype(np.float32),
-            versions=np.concatenate([part.versions for part in parts]).astype(np.int32),
-            support=_join_supports([part.support for part in parts if part.support is not None]),
-        )
-
-
-def join_chunks(chunks: Sequence[TokenChunk]) -> TokenChunk:
-    """All chunks of a completion as one, the last one's end with it."""
-    if len(chunks) == 1:
-        return chunks[0]
-    last = chunks[-1]
-    return TokenChunk(
-        request_id=last.request_id,
-        index=last.index,
-        tokens=np.concatenate([chunk.tokens for chunk in chunks]),
-        logprobs=np.concatenate([chunk.logprobs for chunk in chunks]),
-        raw_logprobs=np.concatenate([chunk.raw_logprobs for chunk in chunks]),
-        versions=np.concatenate([chunk.versions for chunk in chunks]),
-        support=_join_supports([chunk.support for chunk in chunks if chunk.support is not None]),
-        finish=last.finish,
-        reason=last.reason,
-        top_ids=_join([chunk.top_ids for chunk in chunks]),
-        top_logprobs=_join([chunk.top_logprobs for chunk in chunks]),
-        prompt_logprobs=next((chunk.prompt_logprobs for chunk in chunks if chunk.prompt_logprobs is not None), None),
-    )
-
-
-def _join(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
-    parts = [array for array in arrays if array is not None]
-    return np.concatenate(parts) if parts else None
-
-
-def _join_supports(supports: Sequence[Support]) -> Support | None:
-    if not supports:
-        return None
-    counts = np.concatenate([np.diff(support.offsets) for support in supports])
-    return Support(
-        offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
-        ids=np.concatenate([support.ids for support in supports]).astype(np.int32),
-    )
+        begun = [self._begun[index]] if index in self._begun else []
+        return as_partial(index, [*begun, *self._chunks.get(index, ())])

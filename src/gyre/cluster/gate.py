@@ -7,37 +7,52 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from gyre.cluster.host import WorkerFault
-from gyre.cluster.waiting import ask
+from gyre.cluster.waiting import LOSSES, ask
 from gyre.core.contracts import WorkerHandle
-from gyre.core.errors import DeadlineError, RankError
+from gyre.core.errors import RankError
 from gyre.core.records import Phase
 
 
 class ClusterGate:
-    """Each worker's object has `enter(phase, step)`, which returns the bytes on its device afterwards. `handles` is
-    asked anew each time: engine workers come and go."""
+    """Each worker's object has `enter(phase, step)`, which returns the bytes on its device afterwards."""
 
     def __init__(
-        self, handles: Callable[[], Sequence[WorkerHandle]], *, emit: Callable[..., None], deadline_s: float
+        self,
+        ranks: Sequence[WorkerHandle],
+        *,
+        emit: Callable[..., None],
+        deadline_s: float,
+        engines: Callable[[], Sequence[WorkerHandle]] = tuple,
+        on_lost: Callable[[WorkerHandle, str], None] = lambda handle, cause: None,
     ) -> None:
-        self._handles, self._emit, self._deadline_s = handles, emit, deadline_s
+        """`ranks` must all be there. `engines()` are workers with an engine alone, which come and go: `on_lost` hears
+        of one that broke or did not answer, and the others go on."""
+        self._ranks, self._engines, self._on_lost = tuple(ranks), engines, on_lost
+        self._emit, self._deadline_s = emit, deadline_s
 
     async def enter(self, phase: Phase, *, step: int) -> None:
         """MemoryBudgetError of the first worker that could not; the others have moved theirs by then.
-        RankError when one broke or did not answer."""
-        handles = self._handles()
+        RankError when a rank's worker broke or did not answer."""
+        handles = [*self._ranks, *self._engines()]
         found = await asyncio.gather(
             *(ask(handle, "enter", phase, step, deadline_s=self._deadline_s) for handle in handles),
             return_exceptions=True,
         )
+        held = {}
         for handle, result in zip(handles, found, strict=True):
-            if isinstance(result, WorkerFault | DeadlineError):
-                raise RankError(
-                    f"{handle.name} ({handle.place}) could not enter phase {phase} of step {step}: {result}",
-                    hint="cluster.max_restarts lets the run restart from its newest snapshot",
-                ) from result
-            if isinstance(result, BaseException):
+            if isinstance(result, LOSSES):
+                self._note_loss(handle, f"could not enter phase {phase} of step {step}: {result}", result)
+            elif isinstance(result, BaseException):
                 raise result
-        held = {handle.name: bytes_ for handle, bytes_ in zip(handles, found, strict=True)}
+            else:
+                held[handle.name] = result
         self._emit("cluster.memory", phase=phase, step=step, device_bytes=held)
+
+    def _note_loss(self, handle: WorkerHandle, cause: str, error: BaseException) -> None:
+        if handle not in self._ranks:
+            self._on_lost(handle, cause)
+            return
+        raise RankError(
+            f"{handle.name} ({handle.place}) {cause}",
+            hint="cluster.max_restarts lets the run restart from its newest snapshot",
+        ) from error

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from gyre.core.errors import GyreError
+from gyre.core.errors import GyreError, is_disk_full
 from gyre.core.records import RoleSpec
 
 OnEvent = Callable[..., None]  # (worker, kind, **fields)
@@ -31,7 +31,7 @@ class WorkerFault(RuntimeError):
 class Failure:
     """What a call raised."""
 
-    error: GyreError | None  # as it was, when it is one that a user can act on
+    error: GyreError | OSError | None  # as it was, when it is one that a user can act on
     text: str
     trace: str
 
@@ -104,7 +104,7 @@ class Host:
             value = await work()
         except Exception as error:  # noqa: BLE001  whatever it was, the caller hears of it
             failure = Failure(
-                error=error if isinstance(error, GyreError) else None,
+                error=error if isinstance(error, GyreError) or is_disk_full(error) else None,
                 text=f"{type(error).__name__}: {error}",
                 trace=traceback.format_exc(),
             )
@@ -112,9 +112,14 @@ class Host:
 
 
 def settle_reply(out: Future[Any], reply: Reply, worker: str, on_event: OnEvent) -> None:
-    """Give a reply to whoever waits for it, its events first."""
-    for kind, fields in reply.events:
-        on_event(worker, kind, **fields)
+    """Give a reply to whoever waits for it, its events first. Events that cannot be noted, on a full disk, fail the
+    call: nobody would hear of them otherwise."""
+    try:
+        for kind, fields in reply.events:
+            on_event(worker, kind, **fields)
+    except Exception as error:  # noqa: BLE001  whatever it was, the caller hears of it
+        out.set_exception(error)
+        return
     if reply.failure is None:
         out.set_result(reply.value)
     elif reply.failure.error is not None:

@@ -110,10 +110,12 @@ class LocalCluster:
         return handle
 
     async def stop(self, handle: WorkerHandle) -> None:
-        self.handles[handle.name].kill("stopped")
+        assert isinstance(handle, LocalHandle)
+        handle.kill("stopped")
 
     async def watch(self, handle: WorkerHandle) -> str:
-        return await asyncio.wrap_future(self.handles[handle.name].gone)
+        assert isinstance(handle, LocalHandle)
+        return await asyncio.wrap_future(handle.gone)
 
     def share(self, value: Any) -> Any:
         return value

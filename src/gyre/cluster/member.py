@@ -1,7 +1,8 @@
-"""Member: one engine of a pool. In: requests to send, a handle. Out: calls in order, news until nothing is unanswered.
-Caller: cluster.pool.
+"""Member: one life of an engine in a pool, from its start to its loss. In: requests to send, a handle. Out: calls in
+order, news until nothing is unanswered. Caller: cluster.pool.
 
-States: `up` takes work; `fresh` is started and waits for the current weights; `lost` is gone.
+States: `up` takes work; `fresh` is started and waits for the current weights; `lost` is gone for good. An engine that
+is started again is a new member, so whatever arrives late from an earlier life concerns that one alone.
 """
 
 from __future__ import annotations
@@ -14,32 +15,33 @@ from typing import Any, Literal
 
 from gyre.cluster.pulse import Pulse
 from gyre.cluster.seats import POLL_S, News
-from gyre.cluster.waiting import arrive, ask
+from gyre.cluster.waiting import LOSSES, arrive, ask
 from gyre.core.contracts import WorkerHandle
-from gyre.core.errors import DeadlineError, WorkerLost
 from gyre.core.records import Request
 
 STACKS_S = 5.0
 
 
 class Member:
-    """`on_news` gets what the engine told, `on_lost` why it is of no use any more."""
+    """`on_news` gets what the engine told, `on_lost` why it is of no use any more; neither raises."""
 
     def __init__(
         self,
         handle: WorkerHandle,
         *,
         vital: bool,
+        state: Literal["up", "fresh"],
         deadline_s: float,
         hang_s: float,
         on_news: Callable[[Member, News], None],
         on_lost: Callable[[Member, str], None],
     ) -> None:
         self.name, self.handle, self.vital = handle.name, handle, vital
-        self.state: Literal["up", "fresh", "lost"] = "up"
+        self.state: Literal["up", "fresh", "lost"] = state
         self.unanswered: set[str] = set()
-        self.prepared: int | None = None
-        self.restarts = 0
+        self.prepared: int | None = None  # the version that waits for its commit
+        self.catching_up = False  # somebody brings it to the current weights
+        self.watched = False
         self._deadline_s, self._hang_s = deadline_s, hang_s
         self._on_news, self._on_lost = on_news, on_lost
         self._pump: asyncio.Task[None] | None = None
@@ -56,6 +58,11 @@ class Member:
     async def ask(self, method: str, *args: Any, deadline_s: float | None = None) -> Any:
         return await ask(self.handle, method, *args, deadline_s=deadline_s or self._deadline_s)
 
+    def lose(self) -> None:
+        """From here on nothing is expected of it."""
+        self.state, self.prepared = "lost", None
+        self.unanswered.clear()
+
     async def close(self) -> None:
         tasks = [*self._tasks, *([self._pump] if self._pump is not None else [])]
         for task in tasks:
@@ -64,9 +71,9 @@ class Member:
 
     async def _confirm(self, sent: Future[Any]) -> None:
         try:
-            await arrive(sent, self.handle, "engine.submit", self._deadline_s)
-        except (WorkerLost, DeadlineError) as error:
-            self._on_lost(self, error.message)
+            await arrive(sent, self.handle, "engine.submit", POLL_S + self._hang_s)
+        except Exception as error:  # noqa: BLE001  whatever it was, nobody knows which requests it has
+            self._on_lost(self, str(error))
             return
         if self._pump is None or self._pump.done():
             self._pump = asyncio.create_task(self._poll())
@@ -74,13 +81,19 @@ class Member:
     async def _poll(self) -> None:
         """Waits for: the engine's news, each time by a deadline. Ends when every request is answered."""
         pulse = Pulse((self.name,), time.monotonic())
-        try:
-            while self.unanswered and self.state != "lost":
+        while self.unanswered and self.state != "lost":
+            try:
                 news = await ask(self.handle, "engine.poll", deadline_s=POLL_S + self._hang_s)
-                self._on_news(self, news)
-                pulse.observe({self.name: news.steps}, time.monotonic())
-                if pulse.stalled(time.monotonic(), self._hang_s) and self.unanswered:
-                    stacks = await arrive(self.handle.look("stacks"), self.handle, "stacks", STACKS_S)
-                    self._on_lost(self, f"no engine step for {self._hang_s:g} s\n{stacks}")
-        except (WorkerLost, DeadlineError) as error:
-            self._on_lost(self, error.message)
+            except Exception as error:  # noqa: BLE001  whatever it was, what it had to tell is not known any more
+                self._on_lost(self, str(error))
+                return
+            self._on_news(self, news)
+            pulse.observe({self.name: news.progress}, time.monotonic())
+            if self.unanswered and pulse.stalled(time.monotonic(), self._hang_s):
+                self._on_lost(self, f"no progress of the engine for {self._hang_s:g} s\n{await self._stacks()}")
+
+    async def _stacks(self) -> str:
+        try:
+            return await arrive(self.handle.look("stacks"), self.handle, "stacks", STACKS_S)
+        except LOSSES as error:
+            return f"no stacks: {error}"

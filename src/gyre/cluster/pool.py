@@ -7,15 +7,17 @@ RolloutEngine and EngineLifecycle. Callers: loop, through wire.
 
 An engine that is lost costs its own requests only: the others go on with them. It is started again where that is
 possible, and takes work once it has the weights that the others have. An engine beside a trainer rank is vital: with it
-the rank is gone, so every stream ends with RankError and the run restarts.
+the rank is gone, so every stream ends with RankError and the run restarts. A fault in the pool itself, such as a full
+disk under the events, ends every stream with that fault.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from gyre.cluster.desk import Desk
 from gyre.cluster.host import WorkerFault
@@ -23,8 +25,9 @@ from gyre.cluster.member import Member
 from gyre.cluster.seats import add_stats
 from gyre.cluster.streams import PoolStream
 from gyre.cluster.trainers import VersionTensors
+from gyre.cluster.waiting import LOSSES
 from gyre.core.contracts import Cluster, CommitPolicy, WorkerHandle
-from gyre.core.errors import GyreError, RankError, WorkerLost
+from gyre.core.errors import GyreError, RankError
 from gyre.core.records import EngineStats, Health, Manifest, Partial, Request
 
 STOP_S = 10.0  # on top of an engine's own deadline, for its answer to arrive
@@ -37,6 +40,22 @@ class PoolSettings:
     hang_s: float
     progress_tokens: int
     max_restarts: int = 0  # of each engine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Offer:
+    """A version that the engines are to have. `source` has its tensors, or fetches them where it is asked."""
+
+    manifest: Manifest
+    source: Mapping[str, Any]
+
+    @property
+    def version(self) -> int:
+        return self.manifest.version
+
+    def is_home(self, member: Member) -> bool:
+        """Whether the engine takes the version from the trainer rank beside it."""
+        return isinstance(self.source, VersionTensors) and member.name in self.source.homes
 
 
 class EnginePool:
@@ -55,29 +74,35 @@ class EnginePool:
         version: int = 0,
     ) -> None:
         self._cluster, self._settings, self._emit, self._revive = cluster, settings, emit, revive
-        self._desk = Desk(self._find_engines, self.abort, progress_tokens=settings.progress_tokens, emit=emit)
-        self._members = [
-            Member(
-                handle,
-                vital=handle.name in vital,
-                deadline_s=settings.call_deadline_s,
-                hang_s=settings.hang_s,
-                on_news=self._desk.take_news,
-                on_lost=self._lose,
-            )
-            for handle in engines
-        ]
+        self._vital = vital
+        self._desk = Desk(
+            self._find_engines,
+            self.abort,
+            surely=self._surely,
+            on_broken=self._lose,
+            progress_tokens=settings.progress_tokens,
+            emit=emit,
+        )
+        self._members = {handle.name: self._make_member(handle, "up") for handle in engines}  # the newest life of each
+        self._restarts: Counter[str] = Counter()
         self._version = version
-        self._offered: tuple[Manifest, Mapping[str, Any]] | None = None
-        self._published: tuple[Manifest, Mapping[str, Any]] | None = None
-        self._broken: RankError | None = None
-        self._watches: dict[str, asyncio.Task[None]] = {}
+        self._offered: Offer | None = None
+        self._published: Offer | None = None
+        self._broken: Exception | None = None
+        self._watches: set[asyncio.Task[None]] = set()
         self._returns: set[asyncio.Task[None]] = set()
+        self._calls: set[asyncio.Future[Any]] = set()  # that engines have not answered
 
     @property
     def handles(self) -> list[WorkerHandle]:
         """Of the engines that are there."""
-        return [member.handle for member in self._members if member.state != "lost"]
+        return [member.handle for member in self._members.values() if member.state != "lost"]
+
+    def lose(self, handle: WorkerHandle, cause: str) -> None:
+        """Somebody else found an engine to be of no use any more."""
+        member = self._members.get(handle.name)
+        if member is not None and member.handle is handle:
+            self._lose(member, cause)
 
     # RolloutEngine ---------------------------------------------------------------------------------------------------
 
@@ -87,36 +112,42 @@ class EnginePool:
         return self._desk.submit(request)
 
     async def abort(self, request_id: str) -> None:
-        self._desk.route()
+        """Returns when the request has its answer."""
+        self._surely(self._desk.route)
         live = self._desk.find(request_id)
         if live is None:
             return
-        if live.member is None:
-            self._desk.end(live, "abort", "aborted by its owner")
-        else:
-            await live.member.ask("engine.abort", request_id)
+        member = live.member
+        self._desk.begin_end([live], "abort", "aborted by its owner")
+        if member is not None:
+            await self._gather({member: member.ask("engine.abort", request_id)})
+            await self._desk.until_gone([live], self._settings.call_deadline_s)
 
     async def interrupt(self, *, deadline_s: float) -> Mapping[str, tuple[Partial, ...]]:
-        self._desk.route()
-        found = self._desk.end_waiting("interrupted", "")
-        members, wait_s = self._present(), deadline_s + STOP_S
-        calls = [member.ask("engine.interrupt", deadline_s, deadline_s=wait_s) for member in members]
-        for part in await self._gather(calls, members):
-            found |= part
-        return found
+        """What engines had that are lost meanwhile is told as far as it had come."""
+        self._surely(self._desk.route)
+        members, lives, end_s = self._present(), self._desk.all(), asyncio.get_running_loop().time() + deadline_s
+        self._desk.begin_end(lives, "interrupted", "")
+        wait_s = deadline_s + STOP_S
+        parts = await self._gather(
+            {member: member.ask("engine.interrupt", deadline_s, deadline_s=wait_s) for member in members}
+        )
+        await self._desk.until_gone(lives, max(0.0, end_s - asyncio.get_running_loop().time()) + STOP_S)
+        told = {request_id: partials for part in parts.values() for request_id, partials in part.items()}
+        cut = [live for live in lives if live.member is None and live.request_id not in told]
+        return told | {live.request_id: live.book.for_engine().partials for live in cut}
 
     async def stats(self) -> EngineStats:
         parts = await self._each("engine.stats")
-        total = add_stats(parts, refused=self._desk.refused, version=self._version)
+        total = add_stats(list(parts.values()), refused=self._desk.refused, version=self._version)
         return replace(total, waiting=total.waiting + self._desk.num_waiting)
 
     async def health(self) -> Health:
         """Well as long as one engine is; the reason names those that are not."""
         if self._broken is not None:
-            return Health(ok=False, reason=self._broken.message)
-        members = self._present()
-        found = dict(zip((m.name for m in members), await self._each("engine.health"), strict=False))
-        reasons = {m.name: "lost" if m.name not in found else found[m.name].reason for m in self._members}
+            return Health(ok=False, reason=str(self._broken))
+        found = await self._each("engine.health")
+        reasons = {name: found[name].reason if name in found else "lost" for name in self._members}
         why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason)
         return Health(ok=any(health.ok for health in found.values()), reason=why)
 
@@ -130,84 +161,99 @@ class EnginePool:
         await self._each("engine.start", dummy)
 
     async def prepare(self, manifest: Manifest, source: Mapping[str, Any]) -> None:
-        """Every engine receives the version: from the trainer rank beside it, or a copy."""
-        members = self._present()
-        await self._gather([self._prepare(member, manifest, source) for member in members], members)
-        self._offered = (manifest, source)
+        """Every engine receives the version: from the trainer rank beside it, or a copy. One that is being brought to
+        the weights of before takes it after the commit."""
+        self._watch_all()
+        members = [member for member in self._present() if not member.catching_up]
+        offer = Offer(manifest=manifest, source=source)
+        copy = await self._copy(offer) if any(not offer.is_home(member) for member in members) else None
+        await self._gather({member: self._prepare(member, offer, copy) for member in members})
+        self._offered = offer
 
     async def commit(self, version: int, *, policy: CommitPolicy) -> None:
         """Engines that came back after `prepare` follow by themselves, and take no work before."""
-        members = self._present()
-        if self._offered is not None and self._offered[0].version == version:
-            ready = [member for member in members if member.prepared == version]
-            late = [member for member in members if member.prepared != version]
-        else:
-            ready, late = members, []
-        await self._gather([member.ask("engine.commit", version, policy) for member in ready], ready)
-        self._version, self._published = version, self._offered or self._published
-        self._offered = None
-        for member in ready:
-            member.state, member.prepared = ("lost" if member.state == "lost" else "up"), None
-        for member in late:
-            member.state = "fresh"
-            self._come_back(self._catch_up(member))
-        self._desk.route()
+        offer = self._offered if self._offered is not None and self._offered.version == version else None
+        up = [member for member in self._present() if member.state == "up"]
+        ready = up if offer is None else [member for member in self._present() if member.prepared == version]
+        await self._gather({member: member.ask("engine.commit", version, policy) for member in ready})
+        self._version, self._published, self._offered = version, offer or self._published, None
+        for member in self._present():
+            if member in ready:
+                member.state, member.prepared = "up", None
+            elif offer is not None:
+                member.state = "fresh"
+                self._come_back(self._catch_up(member))
+        self._surely(self._desk.route)
 
     async def rollback(self) -> None:
         self._offered = None
-        for member in self._present():
+        members = [member for member in self._present() if not member.catching_up]
+        for member in members:
             member.prepared = None
-        await self._each("engine.rollback")
+        await self._gather({member: member.ask("engine.rollback", deadline_s=STOP_S) for member in members})
 
     async def terminate(self) -> None:
-        self._desk.route()
-        self._desk.end_waiting("abort", "the engine was terminated")
-        self._offered = None
-        await self._each("engine.terminate")
+        """There is no version any more that an engine which comes back could catch up with."""
+        self._surely(self._desk.route)
+        members, lives = self._present(), self._desk.all()
+        self._offered = self._published = None
+        self._desk.begin_end(lives, "abort", "the engine was terminated")
+        await self._gather({member: member.ask("engine.terminate") for member in members})
+        await self._desk.until_gone(lives, self._settings.call_deadline_s)
 
     async def close(self) -> None:
         """Stop looking after the engines. Streams that are open end with an error."""
-        tasks = [*self._watches.values(), *self._returns]
+        tasks = [*self._watches, *self._returns]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for member in self._members:
+        for member in self._members.values():
             await member.close()
         self._desk.break_off(RankError("the engine pool was closed", hint="nothing to do: the run is ending"))
 
     # Losses and returns ----------------------------------------------------------------------------------------------
 
-    def _find_engines(self) -> Sequence[Member] | RankError | None:
+    def _make_member(self, handle: WorkerHandle, state: Literal["up", "fresh"]) -> Member:
+        return Member(
+            handle,
+            vital=handle.name in self._vital,
+            state=state,
+            deadline_s=self._settings.call_deadline_s,
+            hang_s=self._settings.hang_s,
+            on_news=lambda member, news: self._surely(self._desk.take_news, member, news),
+            on_lost=self._lose,
+        )
+
+    def _find_engines(self) -> Sequence[Member] | BaseException | None:
         """Who takes work; or the error that ends every request; or None while an engine is on its way back."""
         if self._broken is not None:
             return self._broken
-        up = [member for member in self._members if member.state == "up"]
-        if up or any(member.state == "fresh" for member in self._members):
-            return up or (None if self._returns else ())
-        if self._returns:
-            return None
+        up = [member for member in self._members.values() if member.state == "up"]
+        if up or self._returns:
+            return up or None
+        if any(member.state == "fresh" for member in self._members.values()):
+            return ()
         return RankError("every engine is lost", hint="events.jsonl says why each was; look for engine.lost")
 
     def _watch_all(self) -> None:
-        for member in self._members:
-            if member.name not in self._watches and member.state != "lost":
-                self._watches[member.name] = asyncio.create_task(self._watch(member, member.handle))
+        for member in self._members.values():
+            if not member.watched and member.state != "lost":
+                member.watched = True
+                self._keep(self._watches, self._watch(member))
 
-    async def _watch(self, member: Member, handle: WorkerHandle) -> None:
+    async def _watch(self, member: Member) -> None:
         """Waits for: the worker's end, which may never come; ended by `close`."""
-        cause = await self._cluster.watch(handle)
-        if member.handle is handle:
-            self._lose(member, cause)
+        self._lose(member, await self._cluster.watch(member.handle))
 
     def _lose(self, member: Member, cause: str) -> None:
-        """Take an engine's requests from it. Called once for each loss, whoever noticed it first."""
-        if member.state == "lost":
-            return
-        member.state, member.prepared = "lost", None
-        member.unanswered.clear()
-        lives = self._desk.held_by(member)
-        place = member.handle.place
-        self._emit("engine.lost", engine=member.name, place=place, cause=cause, requests=len(lives))
+        """Take an engine's requests from it. Once for each life, whoever noticed its end first."""
+        if member.state != "lost":
+            member.lose()
+            self._surely(self._take_loss, member, cause)
+
+    def _take_loss(self, member: Member, cause: str) -> None:
+        again, place = self._desk.take_back(member), member.handle.place
+        self._emit("engine.lost", engine=member.name, place=place, cause=cause, requests=len(again))
         if member.vital:
             self._break_off(
                 RankError(
@@ -216,113 +262,162 @@ class EnginePool:
                 )
             )
             return
-        self._desk.take_back(lives)
+        for live in again:
+            self._emit(
+                "retry.request_requeued",
+                request_id=live.request_id,
+                engine=member.name,
+                kept_tokens=live.book.num_tokens,
+            )
         self._come_back(self._restart(member))
         self._desk.route()
 
-    def _break_off(self, error: RankError) -> None:
+    def _surely(self, work: Callable[..., None], *args: Any) -> None:
+        """Do it. Whatever breaks it, a full disk under the events above all, every reader and caller gets that."""
+        try:
+            work(*args)
+        except Exception as error:  # noqa: BLE001  it is raised to all of them
+            self._break_off(error)
+
+    def _break_off(self, error: Exception) -> None:
         self._broken = self._broken or error
         self._desk.break_off(self._broken)
+        for call in self._calls:
+            call.cancel()
 
-    def _come_back(self, work: Any) -> None:
+    def _come_back(self, work: Coroutine[Any, Any, None]) -> None:
+        self._keep(self._returns, work)
+
+    def _keep(self, tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> None:
+        """Hold a task until it ends; one that breaks is a fault of the pool."""
         task = asyncio.create_task(work)
-        self._returns.add(task)
+        tasks.add(task)
 
         def done(finished: asyncio.Task[None]) -> None:
-            self._returns.discard(finished)
-            if not finished.cancelled():
-                self._desk.route()
+            tasks.discard(finished)
+            if finished.cancelled():
+                return
+            error = finished.exception()
+            if isinstance(error, Exception):
+                self._break_off(error)
+            self._surely(self._desk.route)
 
         task.add_done_callback(done)
 
-    async def _restart(self, member: Member) -> None:
+    async def _restart(self, lost: Member) -> None:
         """Start a lost engine's worker again, as often as is allowed, and bring it to the current weights."""
-        watch = self._watches.pop(member.name, None)
-        if watch is not None:
-            watch.cancel()
-        await self._cluster.stop(member.handle)
-        while self._revive is not None and member.restarts < self._settings.max_restarts:
-            member.restarts += 1
+        name = lost.name
+        await lost.close()
+        await self._cluster.stop(lost.handle)
+        while self._revive is not None and self._restarts[name] < self._settings.max_restarts:
+            self._restarts[name] += 1
+            number = self._restarts[name]
             try:
-                member.handle = await self._revive(member.name)
-                await member.ask("engine.start", True)  # on dummy weights it refuses work until a commit
+                member = await self._start_again(self._revive, name)
             except (GyreError, WorkerFault) as error:
-                self._emit("engine.restart_failed", engine=member.name, number=member.restarts, error=str(error))
+                self._emit("engine.restart_failed", engine=name, number=number, error=str(error))
                 continue
-            member.state = "fresh"
-            self._emit("engine.restarted", engine=member.name, number=member.restarts, place=member.handle.place)
+            self._members[name] = member
+            self._emit("engine.restarted", engine=name, number=number, place=member.handle.place)
             self._watch_all()
             await self._catch_up(member)
             return
-        self._emit("engine.restarts_exhausted", engine=member.name, restarts=member.restarts)
+        self._emit("engine.restarts_exhausted", engine=name, restarts=self._restarts[name])
+
+    async def _start_again(self, revive: Revive, name: str) -> Member:
+        """A new life, on dummy weights: it refuses work until a commit."""
+        member = self._make_member(await revive(name), "fresh")
+        try:
+            await member.ask("engine.start", True)
+        except BaseException:
+            await self._cluster.stop(member.handle)
+            raise
+        return member
 
     async def _catch_up(self, member: Member) -> None:
         """Give a fresh engine the version that the others answer with. One whose tensors are gone by now gets the next
         version with the others."""
-        while member.state == "fresh" and self._published is not None:
-            manifest, source = self._published
-            try:
-                await self._prepare(member, manifest, source)
-                await member.ask("engine.commit", manifest.version, "drain")
-            except WorkerLost as error:
-                self._lose(member, error.message)
-                return
-            except GyreError as error:
-                self._emit(
-                    "engine.waits_for_weights", engine=member.name, version=manifest.version, reason=error.message
-                )
-                return
-            if manifest.version == self._version:
+        if member.catching_up:
+            return  # whoever is at it looks again at what the others have
+        member.catching_up = True
+        try:
+            while member.state == "fresh" and (offer := self._published) is not None:
+                reason = await self._try_offer(member, offer)
+                if member.state != "fresh" or offer is not self._published:
+                    continue
+                if reason:
+                    self._emit("engine.waits_for_weights", engine=member.name, version=offer.version, reason=reason)
+                    return
                 member.state, member.prepared = "up", None
-                self._emit("engine.rejoined", engine=member.name, version=manifest.version)
+                self._emit("engine.rejoined", engine=member.name, version=offer.version)
+        finally:
+            member.catching_up = False
+
+    async def _try_offer(self, member: Member, offer: Offer) -> str:
+        """Why an engine could not take a version, or ""."""
+        try:
+            copy = None if offer.is_home(member) else await self._copy(offer)
+        except GyreError as error:  # its owner is past that version, or gone itself
+            return error.message
+        try:
+            await self._prepare(member, offer, copy)
+            await member.ask("engine.commit", offer.version, "drain")
+        except LOSSES as error:
+            self._lose(member, str(error))
+        except GyreError as error:
+            return error.message
+        return ""
 
     # Fan-out ---------------------------------------------------------------------------------------------------------
 
     def _present(self) -> list[Member]:
         if self._broken is not None:
             raise self._broken
-        return [member for member in self._members if member.state != "lost"]
+        return [member for member in self._members.values() if member.state != "lost"]
 
-    async def _prepare(self, member: Member, manifest: Manifest, source: Mapping[str, Any]) -> None:
+    async def _copy(self, offer: Offer) -> Any:
+        """A version's tensors, to give to engines that no trainer rank is beside; fetched and sent once."""
+        source = offer.source
         if isinstance(source, VersionTensors):
-            if member.name in source.homes:
-                await member.ask("engine.prepare_own", manifest.version)
-                member.prepared = manifest.version
-                return
             source = await asyncio.to_thread(source.fetch_all)
-            manifest = replace(manifest, shared=False)
-        await member.ask("engine.prepare", manifest, self._cluster.share(source))
-        member.prepared = manifest.version
+        return self._cluster.share(source)
 
-    async def _each(self, method: str, *args: Any) -> list[Any]:
+    async def _prepare(self, member: Member, offer: Offer, copy: Any) -> None:
+        if offer.is_home(member):
+            await member.ask("engine.prepare_own", offer.version)
+        else:
+            fetched = isinstance(offer.source, VersionTensors)
+            manifest = replace(offer.manifest, shared=False) if fetched else offer.manifest
+            await member.ask("engine.prepare", manifest, copy)
+        if member.state != "lost":
+            member.prepared = offer.version
+
+    async def _each(self, method: str, *args: Any) -> dict[str, Any]:
         """Ask every engine that is there."""
-        members = self._present()
-        return await self._gather([member.ask(method, *args) for member in members], members)
+        return await self._gather({member: member.ask(method, *args) for member in self._present()})
 
-    async def _gather(self, calls: Sequence[Awaitable[Any]], members: Sequence[Member]) -> list[Any]:
-        """All answers. The loss of an engine that the others can do without is no error; any other is raised, the first
-        one, when all calls have ended."""
-        tasks = [asyncio.ensure_future(call) for call in calls]
+    async def _gather(self, calls: Mapping[Member, Coroutine[Any, Any, Any]]) -> dict[str, Any]:
+        """Answers by name. The loss of an engine that the others can do without is no error; any other is raised, the
+        first one, when all calls have ended. When the pool breaks meanwhile, that is raised at once: the others may
+        wait for a rank that is gone."""
+        tasks = {asyncio.ensure_future(call): member for member, call in calls.items()}
+        self._calls |= tasks.keys()
+        open_ = set(tasks)
         try:
-            while open_ := [task for task in tasks if not task.done()]:
-                await asyncio.wait(open_, return_when=asyncio.FIRST_COMPLETED)
-                self._note_losses(tasks, members)
+            while open_:
+                done, open_ = await asyncio.wait(open_, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    error = None if task.cancelled() else task.exception()
+                    if isinstance(error, LOSSES):
+                        self._lose(tasks[task], str(error))
+                if self._broken is not None:
+                    raise self._broken
         finally:
-            for task in tasks:
+            self._calls -= tasks.keys()
+            for task in open_:
                 task.cancel()
-        errors = [error for task in tasks if (error := task.exception()) is not None]
-        for error in errors:
-            if not isinstance(error, WorkerLost):
+        errors = {task: task.exception() for task in tasks}
+        for error in errors.values():
+            if error is not None and not isinstance(error, LOSSES):
                 raise error
-        return [task.result() for task in tasks if task.exception() is None]
-
-    def _note_losses(self, tasks: Sequence[asyncio.Future[Any]], members: Sequence[Member]) -> None:
-        """Raise as soon as a vital engine is lost: the others may wait for its rank."""
-        for task, member in zip(tasks, members, strict=True):
-            error = task.exception() if task.done() and not task.cancelled() else None
-            if isinstance(error, WorkerLost):
-                self._lose(member, error.message)
-            elif isinstance(error, WorkerFault) and member.vital:
-                self._lose(member, str(error))
-        if self._broken is not None:
-            raise self._broken
+        return {member.name: task.result() for task, member in tasks.items() if errors[task] is None}

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import itertools
 import os
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Literal
 
+import psutil
+
 from gyre.cluster.config import ClusterConfig
-from gyre.cluster.host import Host, OnEvent, Reply, settle_reply
+from gyre.cluster.host import Host, OnEvent, Reply, WorkerFault, settle_reply
 from gyre.cluster.waiting import arrive
 from gyre.core.contracts import WorkerHandle
-from gyre.core.errors import ConfigError, WorkerLost
+from gyre.core.errors import ConfigError, WorkerLate, WorkerLost
 from gyre.core.records import RoleSpec
 
 WATCH = "watch"  # the concurrency group that answers while the object is busy
@@ -45,14 +48,26 @@ class Actor:
         return await self._host.build(), os.getpid(), ray.util.get_node_ip_address()
 
     async def ask(self, number: int, method: str, *args: Any) -> Reply:
+        await self._turn(number)
+        work = asyncio.ensure_future(self._host.ask(method, args))
+        await asyncio.sleep(0)  # the call has begun before the next one does
+        self._end_turn()
+        return await work
+
+    async def skip(self, number: int) -> None:
+        """A call that was given a number will not come: its arguments could not be read here."""
+        if number >= self._next:
+            await self._turn(number)
+            self._end_turn()
+
+    async def _turn(self, number: int) -> None:
         if number != self._next:  # large arguments may have come later than a call that was made after
             await self._turns.setdefault(number, asyncio.Event()).wait()
-        work = asyncio.ensure_future(self._host.ask(method, args))
+
+    def _end_turn(self) -> None:
         self._next += 1
-        await asyncio.sleep(0)  # the call has begun before the next one does
         if (waiting := self._turns.pop(self._next, None)) is not None:
             waiting.set()
-        return await work
 
     async def look(self, what: str) -> Any:
         return self._host.look(what)
@@ -64,15 +79,19 @@ class Actor:
 class RayHandle:
     """One actor."""
 
-    def __init__(self, spec: RoleSpec, actor: Any, on_event: OnEvent) -> None:
-        self.name, self.place = spec.name, "starting"
+    def __init__(self, spec: RoleSpec, actor: Any, on_event: OnEvent, *, here: str) -> None:
+        """`here`: this process's address, as workers on its machine give theirs."""
+        self.name, self.place, self._here = spec.name, "starting", here
+        self.process: psutil.Process | None = None  # on this machine
         self.actor, self._on_event = actor, on_event
         self._number = 0
         self.stopped = ""
 
     def begin(self, method: str, *args: Any) -> Future[Any]:
-        number, self._number = self._number, self._number + 1
-        return self._follow(self.actor.ask.remote(number, method, *args), self._settle)
+        number = self._number
+        ref = self.actor.ask.remote(number, method, *args)
+        self._number += 1  # the worker waits for every number, so only a call that went out takes one
+        return self._follow(ref, self._settle, on_fault=lambda: self.actor.skip.remote(number))
 
     def look(self, what: Literal["pulse", "stacks"]) -> Future[Any]:
         return self._follow(self.actor.look.options(concurrency_group=WATCH).remote(what), _pass_on)
@@ -81,6 +100,7 @@ class RayHandle:
         def settle(out: Future[Any], answer: tuple[Reply, int, str]) -> None:
             reply, pid, address = answer
             self.place = f"node {address}, pid {pid}"
+            self.process = _find_process(pid) if address == self._here else None
             self._settle(out, reply)
 
         return self._follow(self.actor.build.remote(), settle)
@@ -91,8 +111,15 @@ class RayHandle:
     def _settle(self, out: Future[Any], reply: Reply) -> None:
         settle_reply(out, reply, self.name, self._on_event)
 
-    def _follow(self, ref: Any, settle: Callable[[Future[Any], Any], None]) -> Future[Any]:
-        """The answer to be, with Ray's words for a dead process made ours."""
+    def _follow(
+        self,
+        ref: Any,
+        settle: Callable[[Future[Any], Any], None],
+        *,
+        on_fault: Callable[[], Any] = lambda: None,
+    ) -> Future[Any]:
+        """The answer to be, with Ray's words for a dead process and for a call that never reached its object made
+        ours; `on_fault` comes before the latter."""
         out: Future[Any] = Future()
         out.set_running_or_notify_cancel()  # whoever stops waiting for it does not end it
 
@@ -104,7 +131,8 @@ class RayHandle:
             except RayActorError as error:
                 out.set_exception(WorkerLost(f"worker {self.name} ({self.place}) is gone: {self._cause(error)}"))
             except Exception as error:  # noqa: BLE001  it belongs to whoever waits
-                out.set_exception(error)
+                on_fault()
+                out.set_exception(WorkerFault(f"worker {self.name} ({self.place}): {type(error).__name__}: {error}"))
             else:
                 settle(out, value)
 
@@ -119,6 +147,28 @@ class RayHandle:
         return self.stopped or " ".join(wanted)[:600]
 
 
+def _find_process(pid: int) -> psutil.Process | None:
+    """A worker's process, when it is one of this machine's."""
+    try:
+        process = psutil.Process(pid)
+        return process if process.cmdline()[:1] and process.cmdline()[0].startswith("ray::") else None
+    except psutil.Error:
+        return None
+
+
+def _end_process(process: psutil.Process) -> bool:
+    """Ray calls an actor dead as soon as it was told to kill it. One that hangs or was stopped by a signal is still
+    there then, with its device. Blocks; says whether it is gone."""
+    try:
+        process.kill()
+        process.wait(STOP_S)
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.Error:
+        return False
+    return True
+
+
 def _pass_on(out: Future[Any], value: Any) -> None:
     out.set_result(value)
 
@@ -129,7 +179,8 @@ class RayCluster:
     def __init__(self, config: ClusterConfig, *, on_event: OnEvent) -> None:
         """Start Ray, or join the cluster at `config.address`. ConfigError when neither can be done."""
         self._on_event = on_event
-        self._handles: dict[str, RayHandle] = {}
+        self._handles: set[RayHandle] = set()
+        self._numbers = itertools.count()  # a name is not free as soon as its actor is killed
         os.environ.update(QUIET if config.address else QUIET | LOOPBACK_ONLY)
         import ray
 
@@ -178,7 +229,7 @@ class RayCluster:
     async def start(self, spec: RoleSpec) -> WorkerHandle:
         actor_class = self._remote(Actor)
         actor = actor_class.options(
-            name=f"gyre-{spec.name}-{os.getpid()}-{len(self._handles)}",
+            name=f"gyre-{spec.name}-{os.getpid()}-{next(self._numbers)}",
             num_cpus=spec.cpus,
             num_gpus=spec.gpus,
             max_restarts=0,
@@ -186,8 +237,8 @@ class RayCluster:
             scheduling_strategy="SPREAD",
             runtime_env={"env_vars": dict(spec.environment)},
         ).remote(spec)
-        handle = RayHandle(spec, actor, self._on_event)
-        self._handles[f"{spec.name} {len(self._handles)}"] = handle
+        handle = RayHandle(spec, actor, self._on_event, here=self.address)
+        self._handles.add(handle)
         build = handle.build()
         try:
             await arrive(build, handle, f"build on {self._offer(spec)}", spec.deadline_s)
@@ -198,18 +249,25 @@ class RayCluster:
 
     async def stop(self, handle: WorkerHandle) -> None:
         assert isinstance(handle, RayHandle)
+        self._handles.discard(handle)
         handle.stopped = handle.stopped or "it was stopped"
         with suppress(ValueError):  # of another Ray
             self._ray.kill(handle.actor)
-        with suppress(WorkerLost, TimeoutError):
-            await asyncio.wait_for(asyncio.wrap_future(handle.until_end()), STOP_S)
+        try:
+            await arrive(handle.until_end(), handle, "its end", STOP_S)
+        except (WorkerLost, WorkerFault):
+            if handle.process is None or await asyncio.to_thread(_end_process, handle.process):
+                return
+        except WorkerLate:
+            pass
+        self._on_event(handle.name, "warn.worker_not_gone", place=handle.place, waited_s=STOP_S)
 
     async def watch(self, handle: WorkerHandle) -> str:
         assert isinstance(handle, RayHandle)
         try:
             await asyncio.wrap_future(handle.until_end())
-        except WorkerLost as error:
-            return error.message
+        except (WorkerLost, WorkerFault) as error:
+            return str(error)
         raise AssertionError("an actor's end is an error")
 
     def share(self, value: Any) -> Any:
@@ -217,8 +275,7 @@ class RayCluster:
 
     async def stop_all(self) -> None:
         """Stop every worker that is left; Ray stays."""
-        handles, self._handles = list(self._handles.values()), {}
-        await asyncio.gather(*(self.stop(handle) for handle in handles))
+        await asyncio.gather(*(self.stop(handle) for handle in list(self._handles)))
 
     async def close(self) -> None:
         await self.stop_all()

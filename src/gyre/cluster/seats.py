@@ -42,7 +42,7 @@ class News:
 
     chunks: tuple[TokenChunk, ...]
     ended: tuple[str, ...]  # requests of which nothing follows
-    steps: int  # grows while the engine works
+    progress: int  # grows while the engine works
 
 
 class TrainerSeat:
@@ -104,9 +104,12 @@ class TrainerSeat:
 class EngineSeat:
     """One engine. What it streams is kept until somebody polls."""
 
-    def __init__(self, engine: Any, *, trainer: TrainerSeat | None = None) -> None:
-        """`engine` is a RolloutEngine and an EngineLifecycle; `trainer` the rank in this process, if there is one."""
-        self.engine, self._trainer = engine, trainer
+    def __init__(
+        self, engine: Any, *, trainer: TrainerSeat | None = None, ticks: Callable[[], int] = lambda: 0
+    ) -> None:
+        """`engine` is a RolloutEngine and an EngineLifecycle; `trainer` the rank in this process, if there is one.
+        `ticks` grows within a step, so that a first one which compiles its kernels is seen to go on."""
+        self.engine, self._trainer, self._ticks = engine, trainer, ticks
         self._chunks: list[TokenChunk] = []
         self._ended: list[str] = []
         self._told: asyncio.Event | None = None
@@ -128,7 +131,8 @@ class EngineSeat:
                 await asyncio.wait_for(self._told.wait(), POLL_S)
         chunks, self._chunks = tuple(self._chunks), []
         ended, self._ended = tuple(self._ended), []
-        return News(chunks=chunks, ended=ended, steps=(await self.engine.stats()).steps)
+        steps = (await self.engine.stats()).steps
+        return News(chunks=chunks, ended=ended, progress=steps + self._ticks())
 
     async def abort(self, request_id: str) -> None:
         await self.engine.abort(request_id)

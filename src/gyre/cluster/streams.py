@@ -35,7 +35,7 @@ class PoolStream(AsyncIterator[TokenChunk]):
     async def __anext__(self) -> TokenChunk:
         while not self._chunks:
             if self._error is not None:
-                raise self._error
+                raise self._error.with_traceback(None)  # that of the reader before tells this one nothing
             if self._ended:
                 raise StopAsyncIteration
             self._changed.clear()

@@ -11,15 +11,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_EXCEPTION, wait
 from typing import Any
 
-from gyre.cluster.host import WorkerFault
 from gyre.cluster.pulse import Pulse
 from gyre.cluster.seats import add_usage
-from gyre.cluster.waiting import arrive, arrive_now
+from gyre.cluster.waiting import LOSSES, arrive, arrive_now
 from gyre.core.contracts import Cluster, WorkerHandle
-from gyre.core.errors import DeadlineError, GyreError, RankError, WorkerLost
+from gyre.core.errors import RankError, WorkerLate, WorkerLost
 from gyre.core.records import Component, Evaluation, Manifest, StepReport, Tier, TrainBatch, Usage, Which
 
 LOOK_S = 1.0  # between two looks at the ranks
@@ -77,9 +76,12 @@ class TrainerGroup:
         hang_s: float,
         version: int = 0,
         clock: Callable[[], float] = time.monotonic,
+        look_s: float = LOOK_S,
+        grace_s: float = GRACE_S,
     ) -> None:
         self._cluster, self._handles, self._emit, self._clock = cluster, tuple(handles), emit, clock
         self._deadline_s, self._hang_s = call_deadline_s, hang_s
+        self._look_s, self._grace_s = look_s, grace_s
         self._failed: RankError | None = None
         self.version = version
 
@@ -154,7 +156,8 @@ class TrainerGroup:
             while True:
                 open_ = [task for task in tasks if not task.done()]
                 if any(task.exception() is not None for task in tasks if task.done()):
-                    await asyncio.wait([*open_, guard], timeout=GRACE_S) if open_ else None
+                    if open_:
+                        await asyncio.wait(open_, timeout=self._grace_s)
                     self._raise_verdict(what, tasks)
                 if not open_:
                     return [task.result() for task in tasks]
@@ -179,7 +182,7 @@ class TrainerGroup:
         rank, error = find_cause(errors)
         handle = self._handles[rank]
         self._emit("rank.failed", rank=rank, worker=handle.name, place=handle.place, what=what, error=str(error)[:4000])
-        if isinstance(error, GyreError) and not isinstance(error, RankError):
+        if not isinstance(error, (*LOSSES, RankError)):
             raise error
         raise RankError(f"{what}: rank {rank} ({handle.name}, {handle.place}) failed: {error}", hint=HINT) from error
 
@@ -188,7 +191,7 @@ class TrainerGroup:
         names = tuple(handle.name for handle in self._handles)
         pulse = Pulse(names, self._clock())
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(self._look_s)
             pulse.observe(await self._look(tasks), self._clock())
             busy = {handle.name for handle, task in zip(self._handles, tasks, strict=True) if not task.done()}
             still = {name: s for name, s in pulse.still_s(self._clock()).items() if name in busy}
@@ -199,7 +202,7 @@ class TrainerGroup:
         async def one(handle: WorkerHandle) -> int | None:
             try:
                 return await arrive(handle.look("pulse"), handle, "pulse", LOOK_S)
-            except (DeadlineError, RankError):
+            except LOSSES:
                 return None
 
         busy = [handle for handle, task in zip(self._handles, tasks, strict=True) if not task.done()]
@@ -210,8 +213,8 @@ class TrainerGroup:
         async def one(handle: WorkerHandle) -> str:
             try:
                 return await arrive(handle.look("stacks"), handle, "stacks", STACKS_S)
-            except (DeadlineError, RankError) as error:
-                return f"no stacks: {error.message}"
+            except LOSSES as error:
+                return f"no stacks: {error}"
 
         stacks = dict(
             zip(
@@ -236,17 +239,20 @@ class TrainerGroup:
         """Call every rank at once and block until all have answered."""
         if self._failed is not None:
             raise self._failed
-        begun: list[tuple[WorkerHandle, Future[Any]]] = [(h, h.begin(method, *args)) for h in self._handles]
+        futures = [handle.begin(method, *args) for handle in self._handles]
+        done, late = wait(futures, self._deadline_s, return_when=FIRST_EXCEPTION)
+        if late and any(future.exception() is not None for future in done):
+            wait(late, self._grace_s)  # a rank that failed holds up those that wait for it
         results, errors = [], {}
-        for rank, (handle, future) in enumerate(begun):
+        for rank, (handle, future) in enumerate(zip(self._handles, futures, strict=True)):
             try:
-                results.append(arrive_now(future, handle, method, self._deadline_s))
-            except (GyreError, WorkerFault) as error:
+                results.append(arrive_now(future, handle, method, 0.0))
+            except Exception as error:  # noqa: BLE001  the first one is raised
                 errors[rank] = error
         if not errors:
             return results
         rank, error = find_cause(errors)
-        if isinstance(error, GyreError) and not isinstance(error, RankError | DeadlineError):
+        if not isinstance(error, (*LOSSES, RankError)):
             raise error
         handle = self._handles[rank]
         self._failed = RankError(f"{method}: rank {rank} ({handle.name}, {handle.place}) failed: {error}", hint=HINT)
@@ -257,19 +263,25 @@ class TrainerGroup:
 
         def fetch(names: Sequence[str]) -> list[Any]:
             future = first.begin("trainer.tensors", version, tuple(names))
-            return arrive_now(future, first, "trainer.tensors", self._deadline_s)
+            try:
+                return arrive_now(future, first, "trainer.tensors", self._deadline_s)
+            except LOSSES as error:  # of the rank, not of whoever wants the tensors
+                what = f"tensors of version {version}"
+                raise RankError(f"{what}: rank 0 ({first.name}, {first.place}) failed: {error}", hint=HINT) from error
 
         return fetch
 
 
 def find_cause(errors: Mapping[int, BaseException]) -> tuple[int, BaseException]:
     """Of the ranks' errors the one that began it: a rank that is gone, then one with an error of its own, then one that
-    only saw another rank fail; the lowest rank among equals."""
+    only saw another rank fail, then one that has not answered; the lowest rank among equals."""
 
     def order(item: tuple[int, BaseException]) -> tuple[int, int]:
         rank, error = item
         if isinstance(error, WorkerLost):
             return 0, rank
+        if isinstance(error, WorkerLate):
+            return 3, rank
         return (2 if isinstance(error, RankError) else 1), rank
 
     return min(errors.items(), key=order)

@@ -8,12 +8,15 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
+from gyre.cluster.host import WorkerFault
 from gyre.core.contracts import WorkerHandle
-from gyre.core.errors import DeadlineError
+from gyre.core.errors import WorkerLate, WorkerLost
+
+LOSSES = (WorkerLost, WorkerLate, WorkerFault)  # after one of these nobody knows what state the worker is in
 
 
 async def ask(handle: WorkerHandle, method: str, *args: Any, deadline_s: float) -> Any:
-    """The answer. DeadlineError past the deadline; the worker may still be at it."""
+    """The answer. WorkerLate past the deadline; the worker may still be at it."""
     return await arrive(handle.begin(method, *args), handle, method, deadline_s)
 
 
@@ -33,8 +36,8 @@ def arrive_now(future: Future[Any], handle: WorkerHandle, what: str, deadline_s:
         raise _late(handle, what, deadline_s) from None
 
 
-def _late(handle: WorkerHandle, what: str, deadline_s: float) -> DeadlineError:
-    return DeadlineError(
+def _late(handle: WorkerHandle, what: str, deadline_s: float) -> WorkerLate:
+    return WorkerLate(
         f"worker {handle.name} ({handle.place}) had not answered '{what}' after {deadline_s:g} s",
         hint="look at that process; cluster.call_deadline_s allows more time",
     )

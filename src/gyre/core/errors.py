@@ -6,6 +6,7 @@
     ├── MemoryBudgetError a component or a move does not fit, or memory did not come back
     ├── SnapshotError     a snapshot, export or run folder that cannot be used
     ├── DeadlineError     a wait ended without what it waited for; names the owner
+    │   └── WorkerLate    a worker has not answered by then
     ├── RankError         a rank of a group died, hangs or raised; names it
     │   └── WorkerLost    the process of a worker is gone
     └── EngineRefused     a request that the engine will not run, with the reason
@@ -15,6 +16,8 @@ Faults of ours are assertions, never a GyreError. Callers: every room raises, `c
 """
 
 from __future__ import annotations
+
+import errno
 
 
 class GyreError(Exception):
@@ -51,6 +54,10 @@ class DeadlineError(GyreError):
     kind = "deadline"
 
 
+class WorkerLate(DeadlineError):
+    """A worker has not answered by its caller's deadline; it may still be at it."""
+
+
 class RankError(GyreError):
     kind = "rank"
 
@@ -61,3 +68,8 @@ class WorkerLost(RankError):
 
 class EngineRefused(GyreError):
     kind = "refused"
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether a write failed for want of space or quota, which a user can mend."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

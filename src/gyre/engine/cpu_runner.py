@@ -39,6 +39,7 @@ class CpuRunner:
     def __init__(self, decoder: Decoder, pool: KvPool, *, rows_at_once: int) -> None:
         self.decoder, self.pool = decoder, pool
         self._step = CpuStep(decoder, pool)
+        self.instructions = self._step.instructions
         self._rows_at_once = rows_at_once  # of logits, where prompts are scored
         self._rules = RuleBook(decoder.spec.vocab_size, decoder.device, rows_at_once=rows_at_once)
 

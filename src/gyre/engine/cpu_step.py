@@ -56,6 +56,7 @@ class CpuStep:
         library = load_decoder(decoder.dtype)
         assert isinstance(library, DecoderLibrary), "ask why_not_c first"
         self._decoder, self._pool, self._library = decoder, pool, library
+        self.instructions = library.instructions.name
         spec = decoder.spec
         self._model, self._step = CModel(), CStep()
         model = self._model

@@ -45,7 +45,9 @@ def choose_runner(decoder: Decoder, pool: KvPool, config: EngineConfig, *, emit:
             deadline_s=config.step_deadline_s,
         )
     if not on_gpu:
-        return CpuRunner(decoder, pool, rows_at_once=config.rows_at_once)
+        cpu_runner = CpuRunner(decoder, pool, rows_at_once=config.rows_at_once)
+        emit("engine.c_kernels", instructions=cpu_runner.instructions)
+        return cpu_runner
     from gyre.engine.gpu_runner import GpuRunner  # here, since a CPU has no Triton
 
     runner = GpuRunner(

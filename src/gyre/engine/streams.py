@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import fields
 
-import numpy as np
-
-from gyre.core.records import Completion, Support, TokenChunk
+from gyre.core.chunks import join_chunks
+from gyre.core.records import Completion, TokenChunk
 
 
 class TokenStream(AsyncIterator[TokenChunk]):
@@ -59,39 +59,11 @@ async def collect(stream: AsyncIterator[TokenChunk]) -> tuple[Completion, ...]:
     chunks: dict[int, list[TokenChunk]] = {}
     async for chunk in stream:
         chunks.setdefault(chunk.index, []).append(chunk)
-    return tuple(join_chunks(chunks[index]) for index in sorted(chunks))
+    return tuple(complete(chunks[index]) for index in sorted(chunks))
 
 
-def join_chunks(chunks: list[TokenChunk]) -> Completion:
-    """Join all chunks of one completion; the last one carries `finish`."""
-    last = chunks[-1]
-    assert last.finish is not None, last
-    return Completion(
-        request_id=last.request_id,
-        index=last.index,
-        tokens=np.concatenate([chunk.tokens for chunk in chunks]),
-        logprobs=np.concatenate([chunk.logprobs for chunk in chunks]),
-        raw_logprobs=np.concatenate([chunk.raw_logprobs for chunk in chunks]),
-        versions=np.concatenate([chunk.versions for chunk in chunks]),
-        finish=last.finish,
-        support=_join_supports([chunk.support for chunk in chunks]),
-        reason=last.reason,
-        top_ids=_join_arrays([chunk.top_ids for chunk in chunks]),
-        top_logprobs=_join_arrays([chunk.top_logprobs for chunk in chunks]),
-        prompt_logprobs=next((chunk.prompt_logprobs for chunk in chunks if chunk.prompt_logprobs is not None), None),
-    )
-
-
-def _join_arrays(arrays: list[np.ndarray | None]) -> np.ndarray | None:
-    parts = [array for array in arrays if array is not None]
-    return np.concatenate(parts) if parts else None
-
-
-def _join_supports(supports: list[Support | None]) -> Support | None:
-    parts = [support for support in supports if support is not None]
-    if not parts:
-        return None
-    sizes = np.concatenate([np.diff(support.offsets) for support in parts])
-    offsets = np.zeros(len(sizes) + 1, dtype=np.int64)
-    np.cumsum(sizes, out=offsets[1:])
-    return Support(offsets=offsets, ids=np.concatenate([support.ids for support in parts]))
+def complete(chunks: Sequence[TokenChunk]) -> Completion:
+    """All chunks of one completion; the last one carries `finish`."""
+    whole = join_chunks(chunks)
+    assert whole.finish is not None, whole
+    return Completion(**{field.name: getattr(whole, field.name) for field in fields(Completion)})

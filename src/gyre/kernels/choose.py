@@ -59,3 +59,9 @@ def why_torch(device: torch.device, dtype: torch.dtype) -> str | None:
     else:
         found = load_chunks(dtype)
     return found.reason if isinstance(found, Unavailable) else None
+
+
+def c_instructions(device: torch.device, dtype: torch.dtype) -> str | None:
+    """The instruction set that a trainer's C kernels were built for; None where it works without them."""
+    found = load_chunks(dtype) if device.type == "cpu" else None
+    return found.instructions.name if isinstance(found, ChunkKernels) else None

@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from gyre.core.chunks import as_partial
 from gyre.core.contracts import RolloutEngine
 from gyre.core.errors import ConfigError, DeadlineError, EngineRefused
-from gyre.core.records import Group, Partial, Prompt, Request, Rollout, Sampling, Score, Support, TokenChunk
+from gyre.core.records import Group, Partial, Prompt, Request, Rollout, Sampling, Score, TokenChunk
 from gyre.core.seeds import derive_seed
 from gyre.loop.ports import Emit, TextPort
 from gyre.loop.scoring import Scoring
@@ -171,10 +172,8 @@ class Collector:
         last, group, sample = chunks[-1], asked.group, asked.samples[index]
         if last.finish not in ("stop", "length"):
             raise _no_answer(asked.request.request_id, last)
-        partial = join_chunks(chunks)
         before = group.partials.pop(sample, None)
-        if before is not None:
-            partial = join_partials(before, partial)
+        partial = as_partial(index, chunks if before is None else [before, *chunks])
         allowed = asked.request.sampling.max_tokens
         if last.finish == "length" and len(partial.tokens) == allowed < self._sampling.max_tokens:
             group.partials[sample] = replace(partial, index=sample)
@@ -194,41 +193,6 @@ def _no_answer(request_id: str, last: TokenChunk) -> EngineRefused:
     return EngineRefused(
         f"the engine ended {request_id} with '{last.finish}': {last.reason or 'no reason given'}",
         hint="events.jsonl says what happened before; --resume goes on from the newest snapshot",
-    )
-
-
-def join_chunks(chunks: Sequence[TokenChunk]) -> Partial:
-    """All tokens of one completion as they came."""
-    return Partial(
-        index=chunks[0].index,
-        tokens=np.concatenate([c.tokens for c in chunks]).astype(np.int32),
-        logprobs=np.concatenate([c.logprobs for c in chunks]).astype(np.float32),
-        raw_logprobs=np.concatenate([c.raw_logprobs for c in chunks]).astype(np.float32),
-        versions=np.concatenate([c.versions for c in chunks]).astype(np.int32),
-        support=join_supports([c.support for c in chunks if c.support is not None]),
-    )
-
-
-def join_partials(first: Partial, second: Partial) -> Partial:
-    """A beginning and what came after it."""
-    supports = [s for s in (first.support, second.support) if s is not None]
-    return Partial(
-        index=first.index,
-        tokens=np.concatenate([first.tokens, second.tokens]),
-        logprobs=np.concatenate([first.logprobs, second.logprobs]),
-        raw_logprobs=np.concatenate([first.raw_logprobs, second.raw_logprobs]),
-        versions=np.concatenate([first.versions, second.versions]),
-        support=join_supports(supports),
-    )
-
-
-def join_supports(supports: Sequence[Support]) -> Support | None:
-    if not supports:
-        return None
-    counts = np.concatenate([np.diff(s.offsets) for s in supports])
-    return Support(
-        offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
-        ids=np.concatenate([s.ids for s in supports]).astype(np.int32),
     )
 
 

@@ -91,6 +91,17 @@ class Group:
             self.all_reduce(here := torch.zeros(1, device=self.device))
             here.cpu()  # on a GPU the collective itself is only queued
 
+    def warm_up(self, *, largest: int = 4 << 20) -> None:
+        """Run each collective once, small and large. NCCL takes its buffers, some hundred megabytes, at the first one
+        of a kind; whoever measures the device's memory wants them there before. All ranks call it."""
+        for size in (1, largest):  # numbers per rank
+            x_SN = torch.zeros(size * self.size, dtype=torch.float32, device=self.device)
+            own_N = x_SN[self.rank * size : (self.rank + 1) * size]
+            self.all_reduce(x_SN)
+            self.all_gather(x_SN, own_N)
+            self.reduce_scatter(x_SN)
+        self.barrier()
+
     def share(self, value: Any) -> list[Any]:
         """Every rank's JSON-able value, by rank. For small things."""
         if self.size == 1:

@@ -85,9 +85,8 @@ def make_mesh(world: Group, shard_ranks: int) -> Mesh:
     if world.size == 1:
         return Mesh(world=world, replica=world, shard=world, torch_mesh=None)
     mesh = init_device_mesh(world.device.type, (world.size // size, size), mesh_dim_names=AXES)
-    return Mesh(
-        world=world,
-        replica=world.part("replica", mesh.get_group("replica")),
-        shard=world.part("shard", mesh.get_group("shard")),
-        torch_mesh=mesh,
-    )
+    replica, shard = (world.part(axis, mesh.get_group(axis)) for axis in AXES)
+    if world.device.type == "cuda":
+        for group in (world, replica, shard):
+            group.warm_up()
+    return Mesh(world=world, replica=replica, shard=shard, torch_mesh=mesh)

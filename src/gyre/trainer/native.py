@@ -33,7 +33,7 @@ from gyre.core.records import (
     Which,
 )
 from gyre.kernels import flash
-from gyre.kernels.choose import CUDA_DTYPES, why_torch
+from gyre.kernels.choose import CUDA_DTYPES, c_instructions, why_torch
 from gyre.kernels.float8 import MULTIPLE
 from gyre.models.decoder import Decoder
 from gyre.models.heads import ScalarHead
@@ -97,6 +97,8 @@ class NativeTrainer:
         self._group = group or alone(decoder.device)
         if (reason := why_torch(decoder.device, decoder.dtype)) is not None:
             emit("trainer.torch_kernels", reason=reason)
+        if (instructions := c_instructions(decoder.device, decoder.dtype)) is not None:
+            emit("trainer.c_kernels", instructions=instructions)
         if decoder.device.type == "cuda" and decoder.dtype in CUDA_DTYPES:
             spec = decoder.spec
             shared_by = spec.num_heads // spec.num_kv_heads

@@ -6,12 +6,11 @@ Callers: cli.
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
 from pathlib import Path
 from typing import Any
 
-from gyre.core.errors import ConfigError, InputError, RankError, SnapshotError
+from gyre.core.errors import ConfigError, InputError, RankError, SnapshotError, is_disk_full
 from gyre.data.sources import load_prompts
 from gyre.loop.evaluate import Outcome
 from gyre.observe.events import count_events
@@ -36,8 +35,6 @@ from gyre.wire.order import Order, read_order
 from gyre.wire.run import Run
 from gyre.wire.stages import plan_run, take_held_out
 
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
 
 def train(
     config_path: Path | None, overrides: list[str], *, resume: Path | None, stage: str, plain: bool
@@ -56,7 +53,7 @@ def train(
             raise
         raise KeyboardInterrupt(f"go on with: gyre train --resume {folder}") from None
     except OSError as error:
-        if error.errno not in DISK_FULL:
+        if not is_disk_full(error):
             raise
         raise SnapshotError(
             f"cannot write {error.filename or folder}: {error.strerror}",

@@ -11,17 +11,18 @@ import asyncio
 import math
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from gyre.cluster.gate import ClusterGate
+from gyre.cluster.host import WorkerFault
 from gyre.cluster.pool import EnginePool, PoolSettings
 from gyre.cluster.ray_cluster import RayCluster
-from gyre.cluster.trainers import TrainerGroup
+from gyre.cluster.trainers import GRACE_S, HINT, TrainerGroup
 from gyre.cluster.waiting import ask
 from gyre.core.contracts import WorkerHandle
-from gyre.core.errors import ConfigError, RankError
+from gyre.core.errors import ConfigError, RankError, WorkerLate
 from gyre.core.records import RoleSpec
 from gyre.observe.hardware import describe_hardware
 from gyre.parallel.start import child_environment, hold_store
@@ -33,6 +34,7 @@ from gyre.wire.placement import Placed
 from gyre.wire.rank import RankOrder
 from gyre.wire.stages import Stage
 
+Result = TypeVar("Result")
 LOOPBACK = "127.0.0.1"
 
 
@@ -125,10 +127,16 @@ class Spread:
         group.version = versions[0]
         if plan.kv_pages > 0:
             self._pool = await self._make_pool(group.version)
-        handles = self._pool_handles if self._pool is not None else lambda: self._handles
+        gate = ClusterGate(
+            self._handles,
+            emit=self._emit,
+            deadline_s=self._settings.call_deadline_s,
+            engines=self._engines_alone,
+            on_lost=self._lose_engine,
+        )
         return Placed(
             trainer=group,
-            gate=ClusterGate(handles, emit=self._emit, deadline_s=self._settings.call_deadline_s),
+            gate=gate,
             snapshots=SpreadSnapshots(group, patience_s=self._patience_s),
             engine=self._pool,
             lifecycle=self._pool,
@@ -137,19 +145,19 @@ class Spread:
 
     async def end(self, *, failed: bool) -> None:
         """After a failure nothing is asked of the workers any more: `close` ends them."""
+        alone = self._engines_alone()
         pool, self._pool = self._pool, None
         if pool is not None:
             await pool.close()
         if failed or self._group is None:
             return
         await self._group.run("end of the stage", "end", patience_s=self._patience_s)
-        for handle in [] if pool is None else pool.handles:
-            if handle not in self._handles:
-                await self._fleet.cluster.stop(handle)
+        for handle in alone:
+            await self._fleet.cluster.stop(handle)
 
     async def export(self, folder: Path, tokenizer_files: Path) -> None:
         where = (str(folder.absolute()), str(tokenizer_files.absolute()))
-        await ask(self._handles[0], "export", *where, deadline_s=self._settings.call_deadline_s)
+        await ask(self._handles[0], "export", *where, deadline_s=self._patience_s)
 
     async def close(self) -> None:
         """End the workers of this attempt."""
@@ -160,12 +168,17 @@ class Spread:
 
     @property
     def _patience_s(self) -> float:
-        """For calls that write or read a snapshot."""
+        """For calls that write or read a snapshot or an export."""
         return max(self._settings.call_deadline_s, self._config.snapshot.deadline_s)
 
-    def _pool_handles(self) -> list[WorkerHandle]:
+    def _engines_alone(self) -> list[WorkerHandle]:
+        """Workers with an engine and no rank that are there now."""
+        engines = [] if self._pool is None else self._pool.handles
+        return [handle for handle in engines if handle not in self._handles]
+
+    def _lose_engine(self, handle: WorkerHandle, cause: str) -> None:
         assert self._pool is not None
-        return self._pool.handles
+        self._pool.lose(handle, cause)
 
     async def _make_pool(self, version: int) -> EnginePool:
         settings = self._settings
@@ -191,7 +204,11 @@ class Spread:
         assert self._stage is not None
         stage, plan = self._stage
         handle = await self._fleet.cluster.start(self._spec(name, None))
-        await ask(handle, "begin", stage.name, plan.to_json(), 0, "", deadline_s=self._settings.start_deadline_s)
+        try:
+            await ask(handle, "begin", stage.name, plan.to_json(), 0, "", deadline_s=self._settings.start_deadline_s)
+        except BaseException:  # it would keep its device
+            await self._fleet.cluster.stop(handle)
+            raise
         self._emit("cluster.started", workers={name: handle.place})
         return handle
 
@@ -235,13 +252,25 @@ class SpreadSnapshots:
         await self._group.run(f"snapshot of step {step}", "save", step, state, blobs, patience_s=self._patience_s)
 
 
-async def _all_or_first_error(works: Any) -> list[Any]:
-    """Results of all; when one fails, that error, once the others have ended too."""
-    found = await asyncio.gather(*works, return_exceptions=True)
-    errors = [result for result in found if isinstance(result, BaseException)]
+async def _all_or_first_error(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """Results of all. When one fails, that error: the others have a moment to say what they saw, and are ended then,
+    since they may wait for the one that failed."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        _, late = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION) if tasks else ((), ())
+        if late:
+            await asyncio.wait(late, timeout=GRACE_S)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    errors = [error for task in tasks if not task.cancelled() and (error := task.exception()) is not None]
     if errors:
-        raise next((error for error in errors if not isinstance(error, RankError)), errors[0])
-    return list(found)
+        error = next((error for error in errors if not isinstance(error, RankError | WorkerLate)), errors[0])
+        if isinstance(error, WorkerFault):
+            raise RankError(f"a worker could not be started: {error}", hint=HINT) from error
+        raise error
+    return [task.result() for task in tasks]
 
 
 def _refuse_unsupported(config: RunConfig) -> None:

@@ -103,9 +103,8 @@ class RankWorker:
             version = trainer.version
         if plan.kv_pages > 0:
             own_weights = self.trainer is None or device.cuts_weights
-            self.engine = EngineSeat(
-                await device.make_engine(self._policy, own_weights=own_weights), trainer=self.trainer
-            )
+            engine = await device.make_engine(self._policy, own_weights=own_weights)
+            self.engine = EngineSeat(engine, trainer=self.trainer, ticks=lambda: self._context.ticks)
         await self._on_compute(device.manage)
         return version
 

@@ -2,7 +2,7 @@
  * running maximum. Chunks begin at key 0, so a query's result depends on nothing but its own sequence, however the
  * prompt was cut. Sums and softmax weights are float32.
  *
- * Keys of a page lie transposed, [kv head][D / PAIR][page token], each place 32 bits wide: sixteen keys are one vector
+ * Keys of a page lie transposed, [kv head][D / PAIR][page token], each place 32 bits wide: LANES keys are one vector
  * and need no turning. Values lie [kv head][page token][D]. */
 #pragma once
 #include "matmul.h"
@@ -11,6 +11,8 @@
 #define CHUNK_BLOCKS (CHUNK_KEYS / LANES)
 #define ITEM_ROWS 32 /* query rows (queries × heads of the group) that share a chunk of keys, at most */
 #define SPAN (LANES * PAIR) /* numbers in one vector of values */
+#define ROWS_AT_ONCE 4
+#define HELD (REGISTERS / 8) /* vectors of sums that a row keeps in registers, of so many rows; a multiple of PAIR */
 
 typedef struct {
     const real *layer;      /* pool of the layer: [page][k or v][kv head][…] */
@@ -20,10 +22,10 @@ typedef struct {
     const int32_t *pages;   /* of the sequence */
 } Keys;
 
-/* Up to 64 keys: where each block of 16 lies. */
+/* Up to 64 keys: where each block of LANES lies. */
 typedef struct {
     const uint32_t *keys[CHUNK_BLOCKS]; /* [D / PAIR][key_stride] */
-    const real *values[CHUNK_BLOCKS];   /* [16][dim_padded] */
+    const real *values[CHUNK_BLOCKS];   /* [LANES][dim_padded] */
     int64_t key_stride, dim_padded;
 } Chunk;
 
@@ -75,38 +77,43 @@ static void prefetch_chunk(const Keys *k, int64_t head, int64_t first, int64_t c
     }
 }
 
+/* Scores of the chunk's blocks [first, first + blocks). */
 INLINE void score_rows(
-    int rows, int blocks, const Chunk *chunk, int64_t steps, const uint32_t *const query[],
-    v16 score[4][CHUNK_BLOCKS]) {
-    v16 acc[4][CHUNK_BLOCKS];
-    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int b = 0; b < blocks; b++) acc[r][b] = (v16){0};
+    int rows, int first, int blocks, const Chunk *chunk, int64_t steps, const uint32_t *const query[],
+    vfloat score[ROWS_AT_ONCE][CHUNK_BLOCKS]) {
+    vfloat acc[ROWS_AT_ONCE][HELD];
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int b = 0; b < blocks; b++) acc[r][b] = (vfloat){0};
     for (int64_t d = 0; d < steps; d++)
-        UNROLL for (int b = 0; b < blocks; b++) {
-            u16 key = (u16) * (const u16_any *)(chunk->keys[b] + d * chunk->key_stride);
-            UNROLL for (int r = 0; r < rows; r++) acc[r][b] = multiply_add(acc[r][b], key, query[r][d]);
-        }
-    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int b = 0; b < blocks; b++) score[r][b] = acc[r][b];
+        UNROLL for (int part = 0; part < PARTS_OF_STEP; part++)
+            UNROLL for (int b = 0; b < blocks; b++) {
+                vfloat key = part_of(part, load_bits(chunk->keys[first + b] + d * chunk->key_stride));
+                UNROLL for (int r = 0; r < rows; r++)
+                    acc[r][b] = multiply_add(acc[r][b], key, part_of(part, spread_bits(query[r][d])));
+            }
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int b = 0; b < blocks; b++) score[r][first + b] = acc[r][b];
 }
 
 /* acc += weight · value for one key: even and odd features apart where a lane holds two. */
-INLINE void add_value(int rows, int vectors, const real *value, float *const weight[], int key, v16 acc[4][4]) {
+INLINE void add_value(int rows, int vectors, const real *value, float *const weight[], int key,
+                      vfloat acc[ROWS_AT_ONCE][HELD]) {
     UNROLL for (int u = 0; u < vectors; u++) {
-        u16 bits = (u16) * (const u16_any *)(const void *)(value + u * SPAN);
+        vuint bits = load_bits(value + u * SPAN);
 #if GYRE_BF16
-        v16 even = (v16)(bits << 16), odd = (v16)(bits & 0xffff0000u);
+        vfloat even = (vfloat)(bits << 16), odd = (vfloat)(bits & 0xffff0000u);
         UNROLL for (int r = 0; r < rows; r++) {
-            acc[r][2 * u] += even * weight[r][key];
-            acc[r][2 * u + 1] += odd * weight[r][key];
+            acc[r][2 * u] = fused(even, spread(weight[r][key]), acc[r][2 * u]);
+            acc[r][2 * u + 1] = fused(odd, spread(weight[r][key]), acc[r][2 * u + 1]);
         }
 #else
-        UNROLL for (int r = 0; r < rows; r++) acc[r][u] += (v16)bits * weight[r][key];
+        UNROLL for (int r = 0; r < rows; r++) acc[r][u] = fused((vfloat)bits, spread(weight[r][key]), acc[r][u]);
 #endif
     }
 }
 
 INLINE void add_values(int rows, int vectors, const Chunk *chunk, int count, int64_t at, float *const weight[],
                        float *const sum[]) {
-    v16 acc[4][4];
+    vfloat acc[ROWS_AT_ONCE][HELD];
     int held = vectors * PAIR;
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int i = 0; i < held; i++) acc[r][i] = load(sum[r] + at + i * LANES);
@@ -123,27 +130,30 @@ INLINE void add_values(int rows, int vectors, const Chunk *chunk, int count, int
 INLINE void attend_rows(
     int rows, const Chunk *chunk, int64_t steps, const uint32_t *const query[], const int64_t limit[], float scale,
     int64_t first, int count, float *maximum, float *total, float *sums) {
-    float weights[4][CHUNK_KEYS], *weight[4], *sum[4];
-    v16 score[4][CHUNK_BLOCKS];
+    float weights[ROWS_AT_ONCE][CHUNK_KEYS], *weight[ROWS_AT_ONCE], *sum[ROWS_AT_ONCE];
+    vfloat score[ROWS_AT_ONCE][CHUNK_BLOCKS];
     int blocks = (count + LANES - 1) / LANES;
-    switch (blocks) {
-    case 1: score_rows(rows, 1, chunk, steps, query, score); break;
-    case 2: score_rows(rows, 2, chunk, steps, query, score); break;
-    case 3: score_rows(rows, 3, chunk, steps, query, score); break;
-    default: score_rows(rows, 4, chunk, steps, query, score);
-    }
-    const i16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    for (int b = 0; b < blocks; b += HELD)
+        switch (blocks - b) {
+        case 1: score_rows(rows, b, 1, chunk, steps, query, score); break;
+#if HELD > 2
+        case 2: score_rows(rows, b, 2, chunk, steps, query, score); break;
+        case 3: score_rows(rows, b, 3, chunk, steps, query, score); break;
+#endif
+        default: score_rows(rows, b, HELD, chunk, steps, query, score);
+        }
+    const vint lane = lane_numbers();
     UNROLL for (int r = 0; r < rows; r++) {
         weight[r] = weights[r], sum[r] = sums + r * chunk->dim_padded;
         int seen = limit[r] + 1 - first < count ? (int)(limit[r] + 1 - first) : count;
-        v16 most = spread(maximum[r]), added = {0};
+        vfloat most = spread(maximum[r]), added = {0};
         for (int b = 0; b < blocks; b++) {
             score[r][b] = choose(lane + b * LANES < seen, score[r][b] * scale, spread(-INFINITY));
             most = larger(most, score[r][b]);
         }
         float new_maximum = max_of(most);
         for (int b = 0; b < blocks; b++) {
-            v16 w = exp_of(score[r][b] - new_maximum);
+            vfloat w = exp_of(score[r][b] - new_maximum);
             store(weight[r] + b * LANES, w);
             added += w;
         }
@@ -156,8 +166,8 @@ INLINE void attend_rows(
         total[r] += sum_of(added);
     }
     int64_t at = 0;
-    for (; at + 4 * LANES <= chunk->dim_padded; at += 4 * LANES)
-        add_values(rows, 4 / PAIR, chunk, count, at, weight, sum);
+    for (; at + HELD * LANES <= chunk->dim_padded; at += HELD * LANES)
+        add_values(rows, HELD / PAIR, chunk, count, at, weight, sum);
     for (; at < chunk->dim_padded; at += SPAN) add_values(rows, 1, chunk, count, at, weight, sum);
 }
 

@@ -1,8 +1,9 @@
-"""Build: the C sources of this folder as one shared library per dtype. In: the system's C compiler. Out: a loaded
-library, or Unavailable with the reason. Callers: library, cli.doctor.
+"""Build: the C sources of this folder as one shared library per dtype and instruction set. In: the system's C compiler.
+Out: a loaded library, or Unavailable with the reason. Callers: library, chunks, cli.doctor.
 
-A library is compiled once and kept in the user's cache folder under a name that holds a hash of the sources, the
-compiler, its flags and the processor. It is built aside and renamed, so that processes may race.
+The processor has its say once: the first of INSTRUCTION_SETS that it and the compiler have is taken. A library is
+compiled once and kept in the user's cache folder under a name that holds the instruction set and a hash of the sources,
+the compiler, its flags and the processor. It is built aside and renamed, so that processes may race.
 """
 
 from __future__ import annotations
@@ -22,10 +23,32 @@ import torch
 
 LIBRARIES = ("decoder.c", "trainer.c")
 SOURCES = Path(__file__).parent
-FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fopenmp")
+FLAGS = (
+    "-O3", "-std=gnu11", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fopenmp",
+    "-ffp-contract=off",  # see fused() of lanes.h
+    "-fno-strict-aliasing",  # panels and tiles are read as floats, as pairs of bfloat16 and as bits
+)  # fmt: skip
 DEADLINE_S = 120.0
 COMPILERS = ("cc", "gcc", "clang")
-NEEDED = "__AVX512BW__"  # a macro of the compiler: with narrower vectors these kernels would lose to torch's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstructionSet:
+    """What lanes.h is compiled for. `features` are the processor's; the compiler names them by macros."""
+
+    name: str
+    features: tuple[str, ...]
+    flags: tuple[str, ...]
+
+    def missing(self, macros: frozenset[str]) -> list[str]:
+        return [feature for feature in self.features if f"__{feature.upper()}__" not in macros]
+
+
+INSTRUCTION_SETS = (  # best first
+    InstructionSet(name="avx512_bf16", features=("avx512f", "avx512bw", "avx512bf16"), flags=("-march=native",)),
+    InstructionSet(name="avx512", features=("avx512f", "avx512bw"), flags=("-march=native", "-mno-avx512bf16")),
+    InstructionSet(name="avx2", features=("avx2", "fma"), flags=("-mavx2", "-mfma", "-mtune=native")),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +56,26 @@ class Unavailable:
     """Why there is no library."""
 
     reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """A loaded library, and what it was compiled for."""
+
+    functions: ctypes.CDLL
+    instructions: InstructionSet
+
+
+def choose_instructions(macros: frozenset[str]) -> InstructionSet | Unavailable:
+    """Return the best set of which the processor has all, by what its compiler defines."""
+    found = next((one for one in INSTRUCTION_SETS if not one.missing(macros)), None)
+    if found is not None:
+        return found
+    least = INSTRUCTION_SETS[-1]
+    return Unavailable(
+        reason="the kernels are written for AVX-512 (F and BW) and for AVX2 with FMA; "
+        f"this processor or compiler lacks {' and '.join(least.missing(macros))}"
+    )
 
 
 def find_compiler() -> str | None:
@@ -43,19 +86,24 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gyre" / "kernels"
 
 
-def load(source: str, *, bf16: bool) -> ctypes.CDLL | Unavailable:
-    """Return the library of one C file, compiling it where the cache has none."""
+def load(source: str, *, bf16: bool, instructions: InstructionSet | None = None) -> Built | Unavailable:
+    """Return the library of one C file, compiling it where the cache has none. `instructions`: the processor's best if
+    not said."""
     compiler = find_compiler()
     if compiler is None:
         return Unavailable(reason=f"there is no C compiler (looked for {', '.join(COMPILERS)})")
-    flags = (*FLAGS, f"-DGYRE_BF16={int(bf16)}")
     try:
-        if NEEDED not in _macros(compiler):
-            return Unavailable(reason="the kernels are written for AVX-512, and this processor or compiler has none")
-        path = cache_folder() / f"{Path(source).stem}-{_key(compiler, flags)}.so"
+        macros = _macros(compiler)
+        taken = instructions or choose_instructions(macros)
+        if isinstance(taken, Unavailable):
+            return taken
+        if missing := taken.missing(macros):
+            return Unavailable(reason=f"{taken.name}: this processor or compiler lacks {' and '.join(missing)}")
+        flags = (*FLAGS, *taken.flags, f"-DGYRE_BF16={int(bf16)}")
+        path = cache_folder() / f"{Path(source).stem}-{taken.name}-{_key(compiler, flags)}.so"
         if not path.is_file():
             _compile(compiler, flags, SOURCES / source, path)
-        return ctypes.CDLL(str(path))
+        return Built(functions=ctypes.CDLL(str(path)), instructions=taken)
     except subprocess.CalledProcessError as error:
         return Unavailable(reason=f"{compiler} failed: {error.stderr.strip()[-300:]}")
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -63,10 +111,11 @@ def load(source: str, *, bf16: bool) -> ctypes.CDLL | Unavailable:
 
 
 @functools.cache
-def _macros(compiler: str) -> str:
+def _macros(compiler: str) -> frozenset[str]:
     """What the compiler defines for this processor."""
-    command = [compiler, *FLAGS, "-dM", "-E", "-x", "c", os.devnull]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=DEADLINE_S).stdout
+    command = [compiler, "-march=native", "-dM", "-E", "-x", "c", os.devnull]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=DEADLINE_S)
+    return frozenset(line.split()[1] for line in ran.stdout.splitlines() if line.startswith("#define "))
 
 
 def _key(compiler: str, flags: tuple[str, ...]) -> str:

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from gyre.kernels.cpu import build
-from gyre.kernels.cpu.build import Unavailable
+from gyre.kernels.cpu.build import Built, InstructionSet, Unavailable
 from gyre.kernels.cpu.library import DTYPES
 
-LANES = 16
+WHOLE = 16  # numbers: whole vectors of every instruction set
 FUNCTIONS = {  # numbers first, then addresses; "f" marks a float among the numbers
     "gyre_norm": ("iiif", 4),
     "gyre_norm_backward": ("iii", 7),
@@ -43,7 +43,7 @@ class CAttention(ctypes.Structure):
     ]
 
 
-def chunks_for(tensor: Tensor, *widths: int, unit: int = LANES) -> ChunkKernels | None:
+def chunks_for(tensor: Tensor, *widths: int, unit: int = WHOLE) -> ChunkKernels | None:
     """The kernels for rows like these, whose widths must be whole vectors; None where torch does the work."""
     if tensor.device.type != "cpu" or tensor.dtype not in DTYPES or any(width % unit for width in widths):
         return None
@@ -52,17 +52,18 @@ def chunks_for(tensor: Tensor, *widths: int, unit: int = LANES) -> ChunkKernels 
 
 
 @functools.cache
-def load_chunks(dtype: torch.dtype) -> ChunkKernels | Unavailable:
+def load_chunks(dtype: torch.dtype, instructions: InstructionSet | None = None) -> ChunkKernels | Unavailable:
     if dtype not in DTYPES:
         return Unavailable(reason=f"there is none for {dtype}")
-    library = build.load("trainer.c", bf16=DTYPES[dtype])
-    return library if isinstance(library, Unavailable) else ChunkKernels(library)
+    built = build.load("trainer.c", bf16=DTYPES[dtype], instructions=instructions)
+    return built if isinstance(built, Unavailable) else ChunkKernels(built)
 
 
 class ChunkKernels:
     """The functions of trainer.c for one dtype."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, built: Built) -> None:
+        library, self.instructions = built.functions, built.instructions
         for name, (numbers, addresses) in FUNCTIONS.items():
             function = getattr(library, name)
             kinds = {"i": c_int64, "f": c_float}

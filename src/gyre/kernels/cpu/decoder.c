@@ -1,7 +1,7 @@
 /* One step of the engine: embedding, all layers over paged KV, logits, choice. In: the model's weights where they lie,
  * the sequences' rows, the pool. Out: KV in the pages, logits, chosen tokens. Caller: engine.cpu_step, through ctypes.
  *
- * Tokens lie in lanes: activations are [block of 16 tokens][feature][lane]. Norms, rotary turning, SiLU are sums and
+ * Tokens lie in lanes: activations are [block of LANES tokens][feature][lane]. Norms, rotary turning, SiLU are sums and
  * products of whole vectors then; attention alone works token by token. One team of threads goes through the whole
  * step with barriers between its stages. Each matrix is cut by its rows (features out), so that a weight is read by one
  * thread only. Activations are float32, rounded to `real` where torch's bfloat16 path rounds them.
@@ -142,34 +142,34 @@ static void embed(const Model *m, const Step *s, const Work *w, int64_t block) {
     }
 }
 
-INLINE v16 root_scale(v16 squares, int64_t features, double eps) {
-    v16 mean = squares * (1.0f / (float)features) + (float)eps;
-    return 1.0f / (v16)_mm512_sqrt_ps((__m512)mean);
+INLINE vfloat root_scale(vfloat squares, int64_t features, double eps) {
+    vfloat mean = squares * (1.0f / (float)features) + (float)eps;
+    return 1.0f / root_of(mean);
 }
 
 static void norm_block(const float *x, const real *weight, int64_t hidden, double eps, uint32_t *panel) {
-    v16 even = {0}, odd = {0};
+    vfloat even = {0}, odd = {0};
     for (int64_t e = 0; e < hidden; e += 2) {
-        v16 a = load(x + e * LANES), b = load(x + (e + 1) * LANES);
-        even += a * a, odd += b * b;
+        vfloat a = load(x + e * LANES), b = load(x + (e + 1) * LANES);
+        even = fused(a, a, even), odd = fused(b, b, odd);
     }
-    v16 scale = root_scale(even + odd, hidden, eps);
+    vfloat scale = root_scale(even + odd, hidden, eps);
     for (int64_t e = 0; e < hidden; e += 2)
         pack(panel + e / PAIR * LANES, rounded(load(x + e * LANES) * scale) * widen(weight[e]),
              rounded(load(x + (e + 1) * LANES) * scale) * widen(weight[e + 1]));
 }
 
-/* Norm and rotary turning of one head of `blocks` token blocks, in place: tile[D][blocks · 16]. */
+/* Norm and rotary turning of one head of `blocks` token blocks, in place: tile[D][blocks · LANES]. */
 static void finish_head(const Model *m, const Work *w, float *tile, int64_t first_block, int blocks,
                         const real *bias, const real *norm, int turns) {
     int64_t dim = m->head_dim, half = dim / 2, stride = blocks * LANES;
     for (int b = 0; b < blocks; b++) {
         float *x = tile + b * LANES;
-        v16 squares = {0}, scale = spread(1.0f);
+        vfloat squares = {0}, scale = spread(1.0f);
         for (int64_t d = 0; d < dim; d++) {
-            v16 y = load(x + d * stride);
+            vfloat y = load(x + d * stride);
             y = rounded(bias ? y + widen(bias[d]) : y);
-            squares += y * y;
+            squares = fused(y, y, squares);
             store(x + d * stride, y);
         }
         if (norm) {
@@ -181,8 +181,8 @@ static void finish_head(const Model *m, const Work *w, float *tile, int64_t firs
         const float *cosines = w->cosines + (first_block + b) * half * LANES;
         const float *sines = w->sines + (first_block + b) * half * LANES;
         for (int64_t f = 0; f < half; f++) {
-            v16 first = load(x + f * stride), second = load(x + (f + half) * stride);
-            v16 c = load(cosines + f * LANES), n = load(sines + f * LANES);
+            vfloat first = load(x + f * stride), second = load(x + (f + half) * stride);
+            vfloat c = load(cosines + f * LANES), n = load(sines + f * LANES);
             store(x + f * stride, rounded(rounded(first * c) - second * n));
             store(x + (f + half) * stride, rounded(rounded(second * c) + first * n));
         }
@@ -194,7 +194,7 @@ static void finish_head(const Model *m, const Work *w, float *tile, int64_t firs
     do {                                                                                                              \
         int64_t d = 0;                                                                                                \
         for (; d + LANES <= (features); d += LANES) {                                                                 \
-            v16 r[LANES];                                                                                             \
+            vfloat r[LANES];                                                                                          \
             UNROLL for (int i = 0; i < LANES; i++) r[i] = load((tile) + (d + i) * (stride));                          \
             transpose(r);                                                                                             \
             for (int lane = 0; lane < (lanes); lane++) store((float *)(at_token(lane)) + d, r[lane]);                 \
@@ -315,10 +315,10 @@ static void gate_product(const Model *m, const real *weight, int64_t begin, int6
             multiply(weight + (m->mlp + n) * inner, inner, rows, from, blocks, up_tile);
             for (int64_t i = 0; i < rows; i += 2)
                 for (int b = 0; b < blocks; b++) {
-                    v16 y[2];
+                    vfloat y[2];
                     UNROLL for (int j = 0; j < 2; j++) {
-                        v16 gate = rounded(load(tile + ((i + j) * blocks + b) * LANES));
-                        v16 up = rounded(load(up_tile + ((i + j) * blocks + b) * LANES));
+                        vfloat gate = rounded(load(tile + ((i + j) * blocks + b) * LANES));
+                        vfloat up = rounded(load(up_tile + ((i + j) * blocks + b) * LANES));
                         y[j] = rounded(gate / (1.0f + exp_of(-gate))) * up;
                     }
                     pack(product + ((first + b) * (m->mlp / PAIR) + (n + i) / PAIR) * LANES, y[0], y[1]);

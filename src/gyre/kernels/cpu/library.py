@@ -1,5 +1,5 @@
-"""Library: the C kernels' records and functions, as ctypes sees them. In: a dtype. Out: DecoderLibrary, or Unavailable.
-Callers: engine.cpu_step, tests.
+"""Library: the C kernels' records and functions, as ctypes sees them. In: a dtype; an instruction set, where not the
+processor's best is wanted. Out: DecoderLibrary, or Unavailable. Callers: engine.cpu_step, tests.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from ctypes import c_double, c_int64, c_void_p
 import torch
 
 from gyre.kernels.cpu import build
-from gyre.kernels.cpu.build import Unavailable
+from gyre.kernels.cpu.build import Built, InstructionSet, Unavailable
 
 PARTS = ("attn_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "out", "mlp_norm", "gate_up", "down")
 DTYPES = {torch.bfloat16: True, torch.float32: False}
@@ -44,7 +44,8 @@ class CStep(ctypes.Structure):
 class DecoderLibrary:
     """The functions of decoder.c for one dtype."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, built: Built) -> None:
+        library, self.instructions = built.functions, built.instructions
         self.scratch_bytes = library.gyre_scratch_bytes
         self.scratch_bytes.restype = c_int64
         self.scratch_bytes.argtypes = [ctypes.POINTER(CModel), c_int64, c_int64, c_int64, c_int64]
@@ -53,8 +54,8 @@ class DecoderLibrary:
         self.step.argtypes = [ctypes.POINTER(CModel), ctypes.POINTER(CStep)]
 
 
-def load_decoder(dtype: torch.dtype) -> DecoderLibrary | Unavailable:
+def load_decoder(dtype: torch.dtype, instructions: InstructionSet | None = None) -> DecoderLibrary | Unavailable:
     if dtype not in DTYPES:
         return Unavailable(reason=f"there is none for {dtype}")
-    library = build.load("decoder.c", bf16=DTYPES[dtype])
-    return library if isinstance(library, Unavailable) else DecoderLibrary(library)
+    built = build.load("decoder.c", bf16=DTYPES[dtype], instructions=instructions)
+    return built if isinstance(built, Unavailable) else DecoderLibrary(built)

@@ -5,12 +5,9 @@
 
 #define SUM_TOKENS 256 /* tokens whose weights are summed before the sums are searched */
 
-/* Sixteen logits from `v` on, -inf past the end. */
-INLINE v16 logits_at(const float *logits, int64_t vocab, int64_t v) {
-    if (v + LANES <= vocab) return load(logits + v);
-    v16 tail = spread(-INFINITY);
-    for (int i = 0; v + i < vocab; i++) tail[i] = logits[v + i];
-    return tail;
+/* Logits from `v` on, -inf past the end. */
+INLINE vfloat logits_at(const float *logits, int64_t vocab, int64_t v) {
+    return load_some(logits + v, vocab - v, -INFINITY);
 }
 
 static int64_t first_equal(const float *logits, int64_t vocab, float wanted) {
@@ -22,15 +19,14 @@ static int64_t first_equal(const float *logits, int64_t vocab, float wanted) {
 /* Σ exp((logit - most) · inverse) by SUM_TOKENS into sums, and the whole. */
 static double weigh(const float *logits, int64_t vocab, float most, float inverse, double *sums) {
     double whole = 0.0;
-    float top = most * inverse;
     for (int64_t begin = 0; begin < vocab; begin += SUM_TOKENS) {
         int64_t end = begin + SUM_TOKENS < vocab ? begin + SUM_TOKENS : vocab;
-        d8 acc = {0};
+        vdouble sum = {0};
         for (int64_t v = begin; v < end; v += LANES) {
-            v16 w = exp_of(logits_at(logits, vocab, v) * inverse - top);
-            acc += low_half(w) + high_half(w);
+            vfloat w = exp_of((logits_at(logits, vocab, v) - most) * inverse);
+            sum += low_half(w) + high_half(w);
         }
-        double part = ((acc[0] + acc[4]) + (acc[2] + acc[6])) + ((acc[1] + acc[5]) + (acc[3] + acc[7]));
+        double part = sum_of_doubles(sum);
         if (sums) sums[begin / SUM_TOKENS] = part;
         whole += part;
     }
@@ -43,10 +39,9 @@ static int64_t draw(
     int64_t parts = (vocab + SUM_TOKENS - 1) / SUM_TOKENS, part = 0, found = 0;
     double passed = 0.0;
     while (part + 1 < parts && passed + sums[part] <= wanted) passed += sums[part++];
-    float top = most * inverse;
     *weight = 0.0f;
     for (int64_t v = part * SUM_TOKENS; v < (part + 1) * SUM_TOKENS && v < vocab; v += LANES) {
-        v16 w = exp_of(logits_at(logits, vocab, v) * inverse - top);
+        vfloat w = exp_of((logits_at(logits, vocab, v) - most) * inverse);
         for (int i = 0; i < LANES && v + i < vocab; i++) {
             if (w[i] > 0.0f) found = v + i, *weight = w[i];
             passed += w[i];
@@ -59,14 +54,14 @@ static int64_t draw(
 static void choose_token(
     const float *logits, int64_t vocab, int greedy, float inverse, double uniform, double *sums, int32_t *token,
     float *logprob, float *raw) {
-    v16 most16 = spread(-INFINITY), unsound = {0};
+    vfloat most_of_lane = spread(-INFINITY), unsound = {0};
     for (int64_t v = 0; v < vocab; v += LANES) {
-        v16 x = logits_at(logits, vocab, v);
-        most16 = larger(most16, x);
-        unsound += v + LANES <= vocab ? x - x : (v16){0};
+        vfloat x = logits_at(logits, vocab, v);
+        most_of_lane = larger(most_of_lane, x);
+        unsound += v + LANES <= vocab ? x - x : (vfloat){0};
     }
     for (int64_t v = vocab / LANES * LANES; v < vocab; v++) unsound[0] += logits[v] - logits[v];
-    float most = max_of(most16);
+    float most = max_of(most_of_lane);
     if (!(sum_of(unsound) == 0.0f)) {
         *token = 0, *logprob = NAN, *raw = NAN;
         return;

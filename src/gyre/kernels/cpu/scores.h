@@ -1,5 +1,5 @@
 /* Scores: causal attention of one packed sequence and kv head, forward and backward, for the trainer. All products run
- * through matmul.h with sixteen queries in lanes, by blocks of 64 queries; the softmax goes down the keys, so that it is
+ * through matmul.h with LANES queries in lanes, by blocks of 64 queries; the softmax goes down the keys, so that it is
  * sums and maxima of whole vectors. Softmax weights and their gradients are rounded to `real` as factors of products.
  *
  * Q queries of a block, C the keys that the block sees, L keys of the sequence, D head dim. */
@@ -25,22 +25,22 @@ static void pack_lanes(const real *rows, int64_t stride, int64_t count, int64_t 
     int64_t steps = dim / PAIR;
     for (int64_t base = 0; base < count; base += LANES)
         for (int64_t d = 0; d < steps; d += LANES) {
-            v16 r[LANES];
+            vfloat r[LANES];
             for (int i = 0; i < LANES; i++)
-                r[i] = base + i < count ? load((const float *)(rows + (base + i) * stride) + d) : (v16){0};
+                r[i] = base + i < count ? load((const float *)(rows + (base + i) * stride) + d) : (vfloat){0};
             transpose(r);
-            for (int i = 0; i < LANES; i++) *(v16 *)(panel + (base * steps + (d + i) * LANES)) = r[i];
+            for (int i = 0; i < LANES; i++) *(vfloat *)(panel + (base * steps + (d + i) * LANES)) = r[i];
         }
 }
 
-/* rows[count][D] → panel with features in lanes: [D / 16][count / PAIR][lane], two rows in a lane where it holds two;
+/* rows[count][D] → panel with features in lanes: [D / LANES][count / PAIR][lane], two rows in a lane where it holds two;
  * rows up to `padded` are zero. */
 static void pack_features(const real *rows, int64_t stride, int64_t count, int64_t padded, int64_t dim,
                           uint32_t *panel) {
     for (int64_t d = 0; d < dim; d += LANES)
         for (int64_t i = 0; i < padded; i += 2) {
-            v16 first = i < count ? load_real(rows + i * stride + d) : (v16){0};
-            v16 second = i + 1 < count ? load_real(rows + (i + 1) * stride + d) : (v16){0};
+            vfloat first = i < count ? load_real(rows + i * stride + d) : (vfloat){0};
+            vfloat second = i + 1 < count ? load_real(rows + (i + 1) * stride + d) : (vfloat){0};
             pack(panel + (d / LANES * (padded / PAIR) + i / PAIR) * LANES, first, second);
         }
 }
@@ -51,20 +51,20 @@ static void pack_columns(const real *rows, int64_t stride, int64_t count, int64_
         for (int64_t d = 0; d < dim; d++) columns[d * padded + i] = i < count ? rows[i * stride + d] : 0;
 }
 
-/* out[D][blocks · 16] → rows of D, one per lane, times factor[lane]. */
+/* out[D][blocks · LANES] → rows of D, one per lane, times factor[lane]. */
 static void store_lanes(const float *tile, int64_t dim, int blocks, int64_t count, const float *factor, real *rows,
                         int64_t stride) {
     for (int b = 0; b < blocks; b++)
         for (int64_t d = 0; d < dim; d += LANES) {
-            v16 r[LANES];
-            v16 by = load(factor + b * LANES);
+            vfloat r[LANES];
+            vfloat by = load(factor + b * LANES);
             UNROLL for (int i = 0; i < LANES; i++) r[i] = load(tile + ((d + i) * blocks + b) * LANES) * by;
             transpose(r);
             for (int i = 0; i < LANES && b * LANES + i < count; i++) store_real(rows + (b * LANES + i) * stride + d, r[i]);
         }
 }
 
-/* scores[C][blocks · 16] = keys · queries, by groups of blocks. */
+/* scores[C][blocks · LANES] = keys · queries, by groups of blocks. */
 static void products(const real *weight, int64_t stride, int64_t inner, int64_t rows, const uint32_t *panel,
                      int64_t block_stride, int blocks, float *out[QUERY_BLOCKS]) {
     for (int b = 0; b < blocks; b += GROUP_BLOCKS) {
@@ -80,9 +80,8 @@ INLINE float *score_at(float *out[QUERY_BLOCKS], int blocks, int64_t key, int b)
     return out[group] + (key * some + b - first) * LANES;
 }
 
-INLINE i16 lane_positions(int64_t first, int b) {
-    const i16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    return lane + (int32_t)(first + b * LANES);
+INLINE vint lane_positions(int64_t first, int b) {
+    return lane_numbers() + (int32_t)(first + b * LANES);
 }
 
 INLINE int64_t scores_scratch(int64_t length, int64_t dim, int64_t group) {
@@ -123,18 +122,18 @@ static void attend_forward(const Attention *a, int64_t start, int64_t length, in
             products(k, key_stride, dim, seen, panel, dim / PAIR * LANES, blocks, out);
             float factor[QUERIES] __attribute__((aligned(64)));
             for (int b = 0; b < blocks; b++) {
-                i16 at = lane_positions(first, b);
-                v16 most = spread(-INFINITY), total = {0};
+                vint at = lane_positions(first, b);
+                vfloat most = spread(-INFINITY), total = {0};
                 for (int64_t c = 0; c < seen; c++) {
-                    v16 s = load(score_at(out, blocks, c, b)) * scale;
+                    vfloat s = load(score_at(out, blocks, c, b)) * scale;
                     if (c > first + b * LANES) s = choose(at >= (int32_t)c, s, spread(-INFINITY));
                     store(score_at(out, blocks, c, b), s);
                     most = larger(most, s);
                 }
                 uint32_t *to = weights + b * (padded / PAIR) * LANES;
                 for (int64_t c = 0; c < even; c += 2) {
-                    v16 p = exp_of(load(score_at(out, blocks, c, b)) - most);
-                    v16 next = c + 1 < seen ? exp_of(load(score_at(out, blocks, c + 1, b)) - most) : (v16){0};
+                    vfloat p = exp_of(load(score_at(out, blocks, c, b)) - most);
+                    vfloat next = c + 1 < seen ? exp_of(load(score_at(out, blocks, c + 1, b)) - most) : (vfloat){0};
                     total += p + next;
                     pack(to + c / PAIR * LANES, p, next);
                 }
@@ -200,17 +199,18 @@ static void attend_backward(const Attention *a, int64_t start, int64_t length, i
                     log_total[i] = INFINITY, delta[i] = 0.0f; /* lanes past the end weigh nothing */
                     if (t >= count) continue;
                     log_total[i] = a->log_total[(start + first + t) * a->heads + head * group + g];
-                    v16 sum = {0};
+                    vfloat sum = {0};
                     for (int64_t d = 0; d < dim; d += LANES)
-                        sum += load_real(a->grad_out + offset + t * width + d) * load_real(a->out + offset + t * width + d);
+                        sum = fused(load_real(a->grad_out + offset + t * width + d),
+                                    load_real(a->out + offset + t * width + d), sum);
                     delta[i] = sum_of(sum);
                 }
-                i16 at = lane_positions(first, b);
-                v16 total = load(log_total), through = load(delta);
+                vint at = lane_positions(first, b);
+                vfloat total = load(log_total), through = load(delta);
                 for (int64_t c = 0; c < seen; c++) {
-                    v16 p = exp_of(load(score_at(out, blocks, c, b)) * scale - total);
-                    if (c > first + b * LANES) p = choose(at >= (int32_t)c, p, (v16){0});
-                    v16 s = p * (load(score_at(gradients, blocks, c, b)) - through);
+                    vfloat p = exp_of(load(score_at(out, blocks, c, b)) * scale - total);
+                    if (c > first + b * LANES) p = choose(at >= (int32_t)c, p, (vfloat){0});
+                    vfloat s = p * (load(score_at(gradients, blocks, c, b)) - through);
                     store_real(p_rows + c * joined + g * lanes + b * LANES, p);
                     store_real(s_rows + c * joined + g * lanes + b * LANES, s);
                     store(score_at(gradients, blocks, c, b), s);
@@ -219,7 +219,7 @@ static void attend_backward(const Attention *a, int64_t start, int64_t length, i
             for (int b = 0; b < blocks; b++)
                 for (int64_t c = 0; c < even; c += 2)
                     pack(weights + (b * (padded / PAIR) + c / PAIR) * LANES, load(score_at(gradients, blocks, c, b)),
-                         c + 1 < seen ? load(score_at(gradients, blocks, c + 1, b)) : (v16){0});
+                         c + 1 < seen ? load(score_at(gradients, blocks, c + 1, b)) : (vfloat){0});
             products(columns, padded, even, dim, weights, padded / PAIR * LANES, blocks, tiles);
             float factor[QUERIES] __attribute__((aligned(64)));
             for (int i = 0; i < QUERIES; i++) factor[i] = scale;

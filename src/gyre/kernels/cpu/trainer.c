@@ -74,10 +74,8 @@ void gyre_silu_backward(int64_t threads, int64_t tokens, int64_t width, const re
 
 void gyre_logprobs(int64_t threads, int64_t rows, int64_t width, const real *logits, const float *temperature,
                    const int64_t *target, float *logprob, float *entropy, float *total) {
-    EACH for (int64_t n = 0; n < rows; n++) {
-        softmax_row(logits + n * width, width, 1.0f / temperature[n], total + n, entropy + n);
-        logprob[n] = widen(logits[n * width + target[n]]) / temperature[n] - total[n];
-    }
+    EACH for (int64_t n = 0; n < rows; n++)
+        softmax_row(logits + n * width, width, 1.0f / temperature[n], target[n], total + n, logprob + n, entropy + n);
 }
 
 /* logits become their own gradient: (p of the token - 1 at the target) · -grad / temperature. */
