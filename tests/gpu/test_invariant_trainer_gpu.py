@@ -4,6 +4,7 @@ packed; the ordinary forward's are not; gradients agree with the ordinary ones, 
 from __future__ import annotations
 
 import asyncio
+import copy
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -20,7 +21,6 @@ from gyre.models.spec import ModelSpec
 from gyre.objectives.config import GrpoConfig, SftConfig
 from gyre.trainer.config import TrainerConfig
 from gyre.trainer.native import NativeTrainer
-from gyre.trainer.reference import frozen_copy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 if torch.cuda.is_available():
@@ -71,7 +71,7 @@ def generate(decoder: Decoder, temperature: float, **changes: object) -> TrainBa
     async def go() -> list:
         with ThreadPoolExecutor(1) as compute:
             engine = NativeEngine(
-                frozen_copy(decoder), EngineConfig(**{"batch_invariant": True, **settings}), compute=compute,
+                copy.deepcopy(decoder), EngineConfig(**{"batch_invariant": True, **settings}), compute=compute,
                 emit=lambda kind, **fields: None, device=DEVICE, dtype=torch.bfloat16,
             )  # fmt: skip
             await engine.start(dummy=False)
@@ -98,7 +98,7 @@ def make_trainer(
 ) -> NativeTrainer:
     passes = {"logprobs": InvariantLogprobs(page_tokens=page_tokens)} if invariant else {}
     return NativeTrainer(
-        decoder=frozen_copy(decoder).requires_grad_(True), objective=objective or GrpoConfig(kl_coef=0.04), config=TrainerConfig(**config),
+        decoder=copy.deepcopy(decoder), objective=objective or GrpoConfig(kl_coef=0.04), config=TrainerConfig(**config),
         compute=ThreadPoolExecutor(1), emit=lambda kind, **fields: None, seed=0, **passes,
     )  # fmt: skip
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from rank_pool import RankPool
 
 from gyre.kernels.cpu.build import INSTRUCTION_SETS, InstructionSet, Unavailable
 from gyre.kernels.cpu.chunks import load_chunks
@@ -50,3 +51,19 @@ def team(request) -> Iterator[int]:
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """Four ranks over gloo."""
+    pool = RankPool(4)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """Two ranks over gloo."""
+    pool = RankPool(2)
+    yield pool
+    pool.close()

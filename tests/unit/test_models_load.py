@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import shutil
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gyre.core.errors import InputError, SnapshotError
+from gyre.models.checkpoint import Checkpoint
 from gyre.models.config import ShapeConfig
 from gyre.models.decoder import Decoder
 from gyre.models.export import export_hub, plan_shards
@@ -143,6 +146,59 @@ def test_a_repeated_tied_head_is_accepted_and_another_one_refused(export: Path) 
     load_hub(export, device=CPU, dtype=torch.float32)
     edit_tensors(export, lambda t: t["lm_head.weight"].add_(1.0))
     assert "lm_head.weight differs" in refusal(export)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_run_of_a_checkpoint_is_that_of_the_whole(tmp_path: Path, family: str) -> None:
+    """Also of tensors that are fused with us and lie in several files."""
+    decoder = make_decoder(make_spec(family, tied=False), dtype=torch.bfloat16)
+    export_hub(decoder, tmp_path / "hub", dtype=torch.bfloat16, tokenizer_files=None, shard_bytes=2000)
+    rng = random.Random(0)
+    with closing(Checkpoint(tmp_path / "hub")) as source:
+        assert source.shapes == {name: tuple(p.shape) for name, p in decoder.named_parameters()}
+        for name, parameter in decoder.named_parameters():
+            count = parameter.numel()
+            cuts = [(0, count), (count - 1, count)] + [sorted(rng.sample(range(count + 1), 2)) for _ in range(8)]
+            for start, stop in cuts:
+                out_N = torch.full((stop - start,), math.nan)
+                source.read(name, start, stop, out_N)
+                assert torch.equal(out_N, parameter.detach().view(-1)[start:stop].float()), (name, start, stop)
+
+
+def test_a_repeated_head_is_compared_where_it_is_read(export: Path) -> None:
+    """Each rank sees its own rows, so that one of them finds what differs."""
+
+    def repeat(tensors: dict[str, Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["lm_head.weight"][-1, -1] += 1.0
+
+    edit_tensors(export, repeat)
+    with closing(Checkpoint(export)) as source:
+        source.read("embed.weight", 0, 31 * 16, torch.empty(31 * 16))
+        with pytest.raises(InputError, match=r"lm_head\.weight differs"):
+            source.read("embed.weight", 31 * 16, 32 * 16, torch.empty(16))
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="the kernel says nothing about pages")
+def test_a_run_touches_its_own_pages(tmp_path: Path) -> None:
+    """Of a file of 64 MB; a whole read is the proof that the count sees pages."""
+    spec = spec_from_shape(
+        ShapeConfig.model_validate({**TINY, "hidden_size": 64}), vocab_size=1 << 19, bos_id=None, eos_ids=(1,)
+    )
+    export_hub(make_decoder(spec, dtype=torch.bfloat16), tmp_path / "hub", dtype=torch.bfloat16, tokenizer_files=None)
+    rows, whole = 1 << 13, (1 << 19) * 64
+    with closing(Checkpoint(tmp_path / "hub")) as source:
+        before = mapped_bytes()
+        source.read("embed.weight", whole // 2, whole // 2 + rows * 64, torch.empty(rows * 64, dtype=torch.bfloat16))
+        part = mapped_bytes() - before
+        source.read("embed.weight", 0, whole, torch.empty(whole, dtype=torch.bfloat16))
+        assert part < 8 << 20 and mapped_bytes() - before > 60 << 20
+
+
+def mapped_bytes() -> int:
+    """Pages of mapped files that this process has touched."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("RssFile")))
 
 
 def test_missing_and_torn_files_are_refused(export: Path, tmp_path: Path) -> None:

@@ -15,7 +15,15 @@ from gyre.parallel.group import alone
 from gyre.parallel.mesh import make_mesh
 from gyre.planner.layouts import Layout, away_bytes, gathered_bytes, state_bytes
 from gyre.planner.memory import predict_components
-from gyre.planner.moments import Engine, Moment, device_bytes_of, host_bytes_of, phase_moments, train_moments
+from gyre.planner.moments import (
+    Engine,
+    Moment,
+    device_bytes_of,
+    host_bytes_of,
+    page_bytes,
+    phase_moments,
+    train_moments,
+)
 from gyre.planner.plan import PlanInputs
 from gyre.planner.shapes import find_shape, model_numbers
 from gyre.trainer.optim import FlatOptimizer
@@ -177,7 +185,7 @@ def test_phases_hold_only_what_they_need_when_they_take_turns(zero) -> None:
         return {moment.name: moment for moment in phase_moments(job, layout, residency, ENGINE.running)}
 
     stay, turn = by_name("resident"), by_name("phase")
-    assert list(stay) == ["loss", "deepest layer", "end of backward", "optimiser step", "score", "rollout"]
+    assert list(stay) == ["start", "loss", "deepest layer", "end of backward", "optimiser step", "score", "rollout"]
     for name, moment in turn.items():
         assert moment.allocated_bytes < stay[name].allocated_bytes, name
     assert not {"engine.kv", "reference"} & set(turn["loss"].parts)
@@ -194,3 +202,25 @@ def test_a_small_update_fills_no_large_chunk() -> None:
     job = make_job(longest=2048, update=16_384)
     assert job.chunk_tokens(make_layout(tokens_per_chunk=65_536)) == 2048
     assert peak(job, make_layout(tokens_per_chunk=65_536)) == peak(job, make_layout(tokens_per_chunk=2048))
+
+
+def test_a_start_makes_one_model_after_the_other() -> None:
+    """What stays resident is there at once. Where phases take turns the frozen models are parked before the actor is
+    made; whole or in shards, nothing beside them but one run that is being rounded."""
+    frozen = {"reference": True, "reward_model": LLAMA}
+    for zero, split in ((0, 1), (1, 8), (3, 8)):
+        layout = make_layout(zero=zero, shard_ranks=split, tokens_per_chunk=4096)
+        job = make_job("llama-3-8b", longest=4096, engine=ENGINE, critic=True, **frozen)
+        stay, turn = (phase_moments(job, layout, how, ENGINE.running)[0] for how in ("resident", "phase"))
+        assert stay.name == turn.name == "start"
+        states = state_bytes(LLAMA, "bfloat16", layout)
+        run = 2 * LLAMA.embedding_parameters // split if zero == 3 else 0
+        assert turn.allocated_bytes == sum(states.values()) + run
+        weights = 2 * LLAMA.num_parameters
+        one_copy = weights // split if zero == 3 else weights
+        own = weights if zero == 3 else 0
+        engine = ENGINE.running * page_bytes(job) + ENGINE.graph_bytes + own
+        assert stay.allocated_bytes == pytest.approx(2 * sum(states.values()) + 2 * one_copy + engine + run, rel=1e-6)
+        offline = make_job("llama-3-8b", longest=4096, **frozen)
+        kept = phase_moments(offline, layout, "phase", 0)[0]
+        assert kept.parts["reference"] == kept.parts["reward"] == pytest.approx(one_copy, rel=1e-6)

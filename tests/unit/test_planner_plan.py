@@ -284,8 +284,8 @@ def test_explanation_names_each_number_and_owner() -> None:
     for component in plan.components:
         assert component.name in text
     assert "60% of 6.00 GiB available memory" in text
-    head = next(line for line in text.splitlines() if line.split()[:2] == ["owner", "rollout"])
-    assert head.split() == ["owner", *RING]
+    head = next(line for line in text.splitlines() if line.split()[:2] == ["owner", "start"])
+    assert head.split() == ["owner", "start", *RING]
     assert "\x1b" not in text
 
 
@@ -306,3 +306,25 @@ def test_this_machine_can_be_planned_for(tmp_path: Path) -> None:
     assert hardware.disk_free_bytes > 0
     plan = make_plan(ask(device="cpu", prompts_per_step=1, completions_per_prompt=2), hardware)
     assert plan.hardware == hardware
+
+
+def test_a_stage_begins_with_one_model_after_the_other() -> None:
+    """The peak of the start is the largest of what is there with what is made; what the first phase keeps elsewhere
+    goes there at once. A device that cannot hold that is refused."""
+    plan = make_plan(ask(critic=True, reference=True, residency="phase"), LAPTOP)
+    sizes = {c.name: c.size_bytes for c in plan.components}
+    actor, critic, reference = (sum(s for n, s in sizes.items() if n.startswith(o)) for o in ("actor", "critic", "ref"))
+    assert plan.parked_at_start == {
+        "actor.grads": "none",
+        "actor.optimizer": "host",
+        **{name: "none" if name.endswith("grads") else "host" for name in sizes if name.startswith(("critic", "ref"))},
+    }
+    engine = sum(size for name, size in sizes.items() if name.startswith("engine."))
+    assert plan.start.peak_device_bytes == max(actor, critic, reference, sizes["actor.params"] + engine)
+    assert plan.start.device == {name: plan.phases[0].device[name] for name in plan.start.device}
+    stay = make_plan(ask(critic=True, reference=True, residency="resident"), LAPTOP)
+    assert stay.parked_at_start == {} and stay.start.peak_device_bytes == sum(sizes_of(stay))
+
+
+def sizes_of(plan) -> list[int]:
+    return [c.size_bytes for c in plan.components if "device" in c.tiers]

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 import numpy as np
 import pytest
-from rank_pool import RankPool
 from trainer_cases import OBJECTIVES
 from zero_cases import (
     LAYOUTS,
@@ -27,20 +26,6 @@ from zero_cases import (
 # Every layout with the objective that has the most models; every objective with the layouts that differ most.
 PAIRS = [("ppo", layout) for layout in LAYOUTS]
 PAIRS += [(kind, layout) for kind in OBJECTIVES if kind != "ppo" for layout in ("zero1", "hybrid3")]
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    pool = RankPool(4)
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="module")
-def pair():
-    pool = RankPool(2)
-    yield pool
-    pool.close()
 
 
 def assert_close(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray], *, relative: float) -> None:

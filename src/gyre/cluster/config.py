@@ -30,7 +30,7 @@ class ClusterConfig(Section):
     """How often a run restarts by itself from its newest snapshot after a rank died, hung or raised; and how often each
     engine worker is started again."""
     start_deadline_s: float = Field(default=300.0, gt=0.0)
-    """Longest wait for a worker to start: its process, its model and the group of all ranks."""
+    """Longest wait for a worker to start: its process and the group of all ranks."""
     call_deadline_s: float = Field(default=300.0, gt=0.0)
     """Longest wait for a worker's answer about weights, memory or requests."""
     hang_s: float = Field(default=45.0, gt=0.0)

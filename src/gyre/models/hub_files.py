@@ -31,6 +31,7 @@ class StoredTensor:
 
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
+    read_rows: Callable[[int, int], Tensor]  # [first, stop) of them; the rest of a mapped file is not touched
 
 
 def find_folder(folder_or_name: str | Path) -> Path:
@@ -99,9 +100,11 @@ def open_tensors(folder: Path, files: ExitStack) -> dict[str, StoredTensor]:
     for name in names:
         file = files.enter_context(open_file(folder / name))
         for key in file.keys():  # noqa: SIM118  safe_open is no mapping
+            stored = file.get_slice(key)
             tensors[key] = StoredTensor(
-                shape=tuple(file.get_slice(key).get_shape()),
+                shape=tuple(stored.get_shape()),
                 read=lambda file=file, key=key: file.get_tensor(key),
+                read_rows=lambda first, stop, stored=stored: stored[first:stop],
             )
     lost = sorted(str(name) for name in weight_map or () if name not in tensors)
     if lost:

@@ -7,7 +7,7 @@ named. Callers: wire, trainer, engine. The front door of the room: `export_hub` 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gyre.core.errors import GyreError, InputError, SnapshotError
 from gyre.kernels.attention import PackedLayout, varlen_attention
+from gyre.models.checkpoint import Checkpoint
 from gyre.models.decoder import Decoder
 from gyre.models.export import checksum, export_hub, rows_of, save_scalar_head
 from gyre.models.heads import ScalarHead
@@ -24,28 +25,24 @@ from gyre.models.hub_files import (
     CONFIG_FILE,
     SCALAR_HEAD_FILE,
     SCALAR_HEAD_TENSOR,
-    StoredTensor,
-    find_folder,
-    listed,
     open_file,
     open_tensors,
     read_json,
 )
 from gyre.models.init import init_weights
-from gyre.models.names import HubEntry, hub_entries
-from gyre.models.spec import ModelSpec, spec_from_hub_config
+from gyre.models.names import hub_entries
+from gyre.models.spec import ModelSpec
 
 __all__ = ["export_hub", "init_weights", "load_hub", "load_scalar_head", "save_scalar_head", "verify_export"]
 
 
 def load_hub(folder_or_name: str | Path, *, device: torch.device, dtype: torch.dtype) -> tuple[ModelSpec, Decoder]:
     """Return the model of a hub-layout folder, or of a hub name (downloaded or cached)."""
-    folder = find_folder(folder_or_name)
-    spec = spec_from_hub_config(read_json(folder / CONFIG_FILE))
-    decoder = Decoder(spec, device=device, dtype=dtype)
-    with ExitStack() as files:
-        fill(decoder, open_tensors(folder, files), str(folder))
-    return spec, decoder
+    with contextlib.closing(Checkpoint(folder_or_name)) as source:
+        decoder = Decoder(source.spec, device=device, dtype=dtype)
+        for name, parameter in decoder.named_parameters():
+            source.read(name, 0, parameter.numel(), parameter.detach().view(-1))
+        return source.spec, decoder
 
 
 def load_scalar_head(folder: str | Path, *, device: torch.device) -> ScalarHead:
@@ -64,53 +61,6 @@ def load_scalar_head(folder: str | Path, *, device: torch.device) -> ScalarHead:
     with torch.no_grad():
         head.weight.copy_(weight_1E.view(1, -1))
     return head
-
-
-@torch.no_grad()
-def fill(decoder: Decoder, tensors: Mapping[str, StoredTensor], origin: str) -> None:
-    """Copy every hub tensor into its rows of our parameters, after checking the whole list of names and shapes."""
-    entries = hub_entries(decoder.spec)
-    check_names_and_shapes(entries, tensors, decoder.spec, origin)
-    parameters = dict(decoder.named_parameters())
-    for entry in entries:
-        parameters[entry.name][entry.row_start : entry.row_stop].copy_(tensors[entry.hub_name].read())
-    if decoder.spec.tied and "lm_head.weight" in tensors:
-        embed_VE = tensors["model.embed_tokens.weight"].read()
-        if not torch.equal(tensors["lm_head.weight"].read(), embed_VE):
-            raise InputError(
-                f"{origin}: config.json ties the head to the embedding, but lm_head.weight differs from it",
-                hint="set tie_word_embeddings to false in config.json if the head was trained apart",
-            )
-
-
-def check_names_and_shapes(
-    entries: Iterable[HubEntry], tensors: Mapping[str, StoredTensor], spec: ModelSpec, origin: str
-) -> None:
-    wanted = {entry.hub_name: entry.shape for entry in entries}
-    faults = []
-    missing = [name for name in wanted if name not in tensors]
-    if missing:
-        faults.append(f"missing: {listed(missing)}")
-    extra = sorted(name for name in tensors if name not in wanted and not is_redundant(name, spec))
-    if extra:
-        faults.append(f"not part of a {spec.family} model of this config: {listed(extra)}")
-    wrong = [
-        f"{name} is {list(tensors[name].shape)}, config.json says {list(shape)}"
-        for name, shape in wanted.items()
-        if name in tensors and tensors[name].shape != shape
-    ]
-    if wrong:
-        faults.append(f"of another shape: {listed(wrong)}")
-    if faults:
-        raise InputError(
-            f"checkpoint {origin} does not fit its config.json. " + ". ".join(faults),
-            hint="config.json and the weights must be of the same model; copy both again",
-        )
-
-
-def is_redundant(name: str, spec: ModelSpec) -> bool:
-    """Tell whether a tensor repeats what we have: a tied head (checked to be equal), or stored rotary frequencies."""
-    return (spec.tied and name == "lm_head.weight") or name.endswith("rotary_emb.inv_freq")
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ from gyre.planner.plan import (
     Sizes,
     best_dtype,
 )
-from gyre.planner.ring import walk_ring
+from gyre.planner.ring import walk_ring, walk_start
 from gyre.planner.sizes import check_lengths, derive, longest_sequence
 from gyre.vram.config import Residency
 from gyre.vram.entries import STAGING_BYTES, Budgets
@@ -61,6 +61,7 @@ class _Trial:
     kv_pages: int
     components: tuple[ComponentPlan, ...]
     working: dict[Phase, int]
+    start: PhasePlan
     phases: tuple[PhasePlan, ...]
 
 
@@ -96,6 +97,7 @@ def make_plan(inputs: PlanInputs, hardware: Hardware) -> Plan:
         derived=derived,
         components=trial.components,
         working=trial.working,
+        start=trial.start,
         phases=trial.phases,
         reasons=reasons,
         notes=(*derived.notes, *_notes(inputs, base, hardware, trial)),
@@ -206,8 +208,21 @@ def _try(inputs: PlanInputs, base: _Base, residency: Residency, tokens: int, *, 
         kv_pages=pages,
         components=components,
         working=working,
+        start=_start_that_fits(components, phases[0], base.budgets),
         phases=phases,
     )
+
+
+def _start_that_fits(components: Sequence[ComponentPlan], first: PhasePlan, budgets: Budgets) -> PhasePlan:
+    start = walk_start(components, first)
+    if start.peak_device_bytes > budgets.device_bytes:
+        raise MemoryBudgetError(
+            f"a stage cannot begin in {words(budgets.device_bytes)} of the device: its models need "
+            f"{words(start.peak_device_bytes)} while they are made, one after the other",
+            hint=f"raise memory.device_budget_bytes by {start.peak_device_bytes - budgets.device_bytes}, "
+            "or set memory.residency = 'phase'",
+        )
+    return start
 
 
 def _pages_wanted(inputs: PlanInputs, base: _Base) -> tuple[int, int]:

@@ -71,23 +71,23 @@ def _size_rows(plan: Plan) -> list[tuple[str, ...]]:
 
 
 def _phase_head(plan: Plan) -> tuple[str, ...]:
-    return ("owner", *(phase.phase for phase in plan.phases))
+    return ("owner", "start", *(phase.phase for phase in plan.phases))
 
 
 def _phase_rows(plan: Plan) -> list[tuple[str, ...]]:
-    rows = []
+    rows, phases = [], (plan.start, *plan.phases)
     for component in plan.components:
         cells = []
-        for phase in plan.phases:
+        for phase in phases:
             held = {"device": phase.device, "host": phase.host, "disk": phase.disk}
             places = [tier for tier, owners in held.items() if component.name in owners]
             cells.append(words(component.size_bytes) + WHERE[places[0]] if places else "–")
         rows.append((component.name, *cells))
     totals = (
-        ("working memory", [phase.working_bytes for phase in plan.phases]),
-        ("device, peak", [phase.peak_device_bytes for phase in plan.phases]),
-        ("host, peak", [phase.peak_host_bytes for phase in plan.phases]),
-        ("copied on entering", [phase.moved_bytes for phase in plan.phases]),
+        ("working memory", [phase.working_bytes for phase in phases]),
+        ("device, peak", [phase.peak_device_bytes for phase in phases]),
+        ("host, peak", [phase.peak_host_bytes for phase in phases]),
+        ("copied on entering", [phase.moved_bytes for phase in phases]),
     )
     return rows + [(name, *(words(value) for value in values)) for name, values in totals]
 

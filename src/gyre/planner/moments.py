@@ -1,5 +1,5 @@
-"""Moments: the device bytes of one rank at each instant that may be a training step's peak, and between steps while the
-engine has the GPU. Pure arithmetic over `activations` and `layouts`.
+"""Moments: the device bytes of one rank at each instant that may be a training step's peak, between steps while the
+engine has the GPU, and while a stage begins. Pure arithmetic over `activations` and `layouts`.
 
 In: a Job, a Layout. Out: Moments with their parts; the peak is the largest. Callers: `planner.search`,
 bench/plan_check.py. The four instants are those of the survey (research, 3.5): the loss, the deepest layer, the end of
@@ -132,7 +132,10 @@ def phase_moments(job: Job, layout: Layout, residency: Residency, running: int) 
     the host, or destroyed. `running` completions of full length hold pages."""
     frozen, engine = _frozen(job, layout), _engine(job, layout, running)
     stays = residency == "resident"
-    moments = list(train_moments(job, layout, frozen | engine if stays else None))
+    moments = [
+        _start_moment(job, layout, engine if stays else None),
+        *train_moments(job, layout, frozen | engine if stays else None),
+    ]
     if job.engine is not None or frozen:
         states = _resident(job, layout)
         beside = states | engine if stays else {n: s for n, s in states.items() if n.endswith(".params")}
@@ -143,6 +146,23 @@ def phase_moments(job: Job, layout: Layout, residency: Residency, running: int) 
             parts["actor.params"] = _states(job, layout)["actor.params"]
         moments.append(_moment("rollout", parts | {"engine's step": job.engine.working_bytes}))
     return tuple(moments)
+
+
+def _start_moment(job: Job, layout: Layout, engine: Mapping[str, int] | None) -> Moment:
+    """A stage begins: a rank makes its part of each model and reads its own runs. Master weights are rounded to the
+    compute dtype on the way, a run at a time. Without `engine`, phases take turns: what the first one does not need is
+    parked when its model is made."""
+    m, item = job.model, ITEM_BYTES[job.dtype]
+    largest = max(m.embedding_parameters, 2 * m.mlp_size * m.hidden_size)  # of a tensor
+    run = item * -(-largest // layout.shard_ranks) if layout.zero >= 2 and job.dtype != "float32" else 0
+    states, frozen, reading = _resident(job, layout), _frozen(job, layout), {"run being read": run}
+    if engine is not None:
+        return _moment("start", {**states, **frozen, **engine, **reading})
+    actor = {name: size for name, size in states.items() if name.startswith("actor.")}
+    kept = {} if job.engine is not None else frozen  # the first phase is a rollout, or else a score
+    first = _moment("start", {**actor, **kept, **reading})
+    last = _moment("start", {"actor.params": actor.get("actor.params", 0), **frozen, **reading})
+    return max(first, last, key=lambda moment: moment.allocated_bytes)
 
 
 def _score_moment(job: Job, layout: Layout, beside: Mapping[str, int]) -> Moment:

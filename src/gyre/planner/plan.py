@@ -186,10 +186,20 @@ class Plan:
     derived: DerivedSizes
     components: tuple[ComponentPlan, ...]
     working: Mapping[Phase, int]  # bytes beside the components, by phase
+    start: PhasePlan  # how a stage begins: its peak, and where things are before the first phase
     phases: tuple[PhasePlan, ...]
     reasons: Mapping[str, str]  # by name of a number: what forced it
     notes: tuple[str, ...]
     hardware: Hardware
+
+    @property
+    def parked_at_start(self) -> dict[str, Tier]:
+        """Components of the trainer that leave the device as soon as they are made, and where to."""
+        found: dict[str, Tier] = {}
+        for name in sorted({c.name for c in self.components} - set(self.start.device)):
+            if not name.startswith("engine."):
+                found[name] = "host" if name in self.start.host else "disk" if name in self.start.disk else "none"
+        return found
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"

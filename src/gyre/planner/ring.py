@@ -1,4 +1,5 @@
-"""Ring: what a steady iteration holds where, phase by phase, worked out with the ledger that a run obeys. Pure.
+"""Ring: what a steady iteration holds where, phase by phase, worked out with the ledger that a run obeys; and what a
+stage holds while it begins. Pure.
 
 In: predicted components, working bytes, budgets. Out: PhasePlans, or the ledger's MemoryBudgetError. Caller: decide.
 """
@@ -15,6 +16,42 @@ from gyre.vram.entries import Budgets, Entry, Ledger, MovePlan
 from gyre.vram.ledger import apply_plan, keep_pages, plan_phase
 from gyre.vram.phases import Need, default_needs, match_name
 from gyre.vram.refusals import words
+
+MADE_IN_TURN = ("reference", "critic", "actor", "reward", "engine")  # owners, as the trainer and wire.device make them
+
+
+def walk_start(components: Sequence[ComponentPlan], first: PhasePlan) -> PhasePlan:
+    """How a stage comes to its `first` phase. Owners are made one after the other, each on the device; what that phase
+    keeps elsewhere leaves as soon as its owner is there. Weights are read straight into their storage."""
+    tiers: dict[str, Tier] = {c.name: _tier_in(first, c) for c in components}
+    held: dict[Tier, dict[str, int]] = {"device": {}, "host": {}, "disk": {}, "none": {}}
+    peak, moved = 0, 0
+    for owner in MADE_IN_TURN:
+        own = [c for c in components if c.name.partition(".")[0] == owner]
+        made = sum(c.size_bytes for c in own if "device" in c.tiers)
+        peak = max(peak, sum(held["device"].values()) + made)
+        for component in own:
+            tier = tiers[component.name]
+            held[tier][component.name] = component.size_bytes
+            moved += component.size_bytes if tier in ("host", "disk") and "device" in component.tiers else 0
+    return PhasePlan(
+        phase="idle",
+        device=held["device"],
+        host=held["host"],
+        disk=held["disk"],
+        working_bytes=0,
+        peak_device_bytes=peak,
+        peak_host_bytes=sum(held["host"].values()),
+        moved_bytes=moved,
+    )
+
+
+def _tier_in(phase: PhasePlan, component: ComponentPlan) -> Tier:
+    places: dict[Tier, Mapping[str, int]] = {"device": phase.device, "host": phase.host, "disk": phase.disk}
+    for tier, owners in places.items():
+        if component.name in owners:
+            return tier
+    return "none"
 
 
 def walk_ring(

@@ -1,6 +1,6 @@
 """Float8: which projections of a decoder a trainer multiplies in 8 bits, and shards whose weights are gathered in 8
 bits, half the bytes of BF16. In: a Decoder, the config. Out: names of projections; parameters that FSDP2 gathers so.
-Callers: trainer.learner, trainer.parallelise, trainer.native.
+Callers: trainer.learner, fsdp, parallelise and native.
 
 A shard stays float32, the master weight itself. Before the gather it is rounded to the compute dtype and from there to
 8 bits, by the largest number of the whole weight: so every layout multiplies the same 8-bit numbers. The largest
@@ -16,7 +16,6 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from gyre.core.errors import ConfigError
@@ -34,11 +33,11 @@ KEEP_KIND = (
 )  # fmt: skip
 
 
-def float8_projections(decoder: Decoder, matmul: Matmul) -> frozenset[Projection]:
-    """What is multiplied in 8 bits. ConfigError where the device cannot, or no matrix has such a shape."""
+def float8_projections(decoder: Decoder, matmul: Matmul, device: torch.device) -> frozenset[Projection]:
+    """What is multiplied in 8 bits on this device. ConfigError where it cannot, or no matrix has such a shape."""
     if matmul == "same":
         return frozenset()
-    if (reason := why_not(decoder.device, decoder.dtype)) is not None:
+    if (reason := why_not(device, decoder.dtype)) is not None:
         raise ConfigError(f"trainer.matmul = 'fp8': {reason}", hint=HINT)
     shapes = projection_shapes(decoder)
     found: frozenset[Projection] = frozenset(name for name in PROJECTIONS if fits(shapes[name]))
@@ -122,7 +121,7 @@ def gather_in_float8(layer: nn.Module, projections: Iterable[Projection], num_ra
 
 def float8_shard(parameter: Tensor) -> Float8Shard | None:
     """What a parameter is on this rank, if it is gathered in 8 bits."""
-    found = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    found = getattr(parameter, "_local_tensor", parameter)  # of a DTensor, whose module is heavy to import
     return found if isinstance(found, Float8Shard) else None
 
 

@@ -1,5 +1,6 @@
 """Learner: one model that is trained (actor, critic or reward model) with its optimiser state and memory components.
-In: a Decoder, maybe a ScalarHead, how they lie over ranks. Out: updated weights, named tensors, storage pools.
+In: a Decoder, maybe a ScalarHead, how they lie over ranks, first weights. Out: updated weights, named tensors, storage
+pools.
 Caller: trainer.native.
 """
 
@@ -19,10 +20,12 @@ from gyre.trainer.config import TrainerConfig
 from gyre.trainer.float8 import float8_projections, float8_shard, share_amaxes
 from gyre.trainer.optim import AdamW, FlatOptimizer
 from gyre.trainer.optim_sharded import RowOptimizer, SlicedOptimizer
-from gyre.trainer.parallelise import begin_chunk, is_sharded, reshard, shard_decoder
+from gyre.trainer.parallelise import begin_chunk, is_sharded, local_tensors, reshard
 from gyre.trainer.resharding import check_whole, join, load
+from gyre.trainer.start import cut_weights, fill_whole, is_blank, place_constants
 from gyre.vram.pools import StoragePool
 from gyre.vram.virtual import find_driver
+from gyre.weights.pieces import TensorSource, fill
 
 HEAD_PREFIX = "scalar_head."
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -32,14 +35,22 @@ class Learner:
     """Decoder, scalar head (or None) and optimiser under one name, which prefixes components and snapshot keys."""
 
     def __init__(
-        self, name: str, decoder: Decoder, head: ScalarHead | None, config: TrainerConfig, split: Split
+        self,
+        name: str,
+        decoder: Decoder,
+        head: ScalarHead | None,
+        config: TrainerConfig,
+        split: Split,
+        weights: TensorSource | None = None,
     ) -> None:
+        """A decoder on the meta device takes its numbers from `weights`, or stays blank until `restore`."""
         self.name, self.decoder, self.head, self.split = name, decoder, head, split
         self.checkpointing: Checkpointing = config.checkpointing
         self.dtype = decoder.dtype  # that the forward pass computes in
-        self.float8 = float8_projections(decoder, config.matmul)
+        self.float8 = float8_projections(decoder, config.matmul, split.mesh.world.device)
+        assert weights is None or is_blank(decoder)
         if split.shards_weights:
-            shard_decoder(decoder, split, trains=True, float8=self.float8)
+            cut_weights(decoder, split, trains=True, float8=self.float8)
         parameters = dict(decoder.named_parameters())
         if head is not None:
             parameters |= {HEAD_PREFIX + key: parameter for key, parameter in head.named_parameters()}
@@ -48,7 +59,18 @@ class Learner:
             kind = RowOptimizer if split.shards_weights else SlicedOptimizer
         self.optimizer = kind(
             parameters, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, mesh=split.mesh
-        )
+        )  # which gives a blank decoder that is not cut the storage that it computes with
+        place_constants(decoder, split.mesh.world.device)
+        if weights is not None:
+            self._fill(weights)
+        self.weights_changed()
+
+    def _fill(self, weights: TensorSource) -> None:
+        if self.split.shards_weights:
+            fill(local_tensors(self.decoder), self.optimizer.places, weights, dtype=self.dtype)
+        else:
+            fill_whole(self.decoder, weights)
+        self.optimizer.take_masters()
 
     def begin_chunk(self, *, last: bool) -> None:
         """Before the forward pass of an update's chunk."""

@@ -9,7 +9,6 @@ clip, AdamW, version + 1. Torch work runs on the compute thread that the constru
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
@@ -52,15 +51,16 @@ from gyre.trainer.evaluation import Evaluator
 from gyre.trainer.float8 import projection_shapes
 from gyre.trainer.learner import HEAD_PREFIX, Learner
 from gyre.trainer.loss_scale import LossScale
-from gyre.trainer.parallelise import shard_decoder
 from gyre.trainer.passes import ChunkLogprobs, chunk_logprobs
-from gyre.trainer.reference import Reference, frozen_copy
+from gyre.trainer.reference import Reference
 from gyre.trainer.schedule import learning_rate_factor
+from gyre.trainer.start import blank_copy, is_blank, start_frozen
 from gyre.trainer.tenancy import ScoredModel, Tenancy
 from gyre.trainer.update import Models, Totals, collect_gradients
 from gyre.vram.pools import Take
 from gyre.weights.gather import ShardSource
 from gyre.weights.manifest import make_manifest
+from gyre.weights.pieces import LiveTensors, TensorSource
 
 
 class NativeTrainer:
@@ -78,62 +78,61 @@ class NativeTrainer:
         head: ScalarHead | None = None,
         critic: ScoredModel | None = None,
         reward_model: ScoredModel | None = None,
+        weights: TensorSource | None = None,
+        reward_weights: TensorSource | None = None,
         version: int = 0,
         shared: bool = True,
         disk_folder: Path | None = None,
+        parked: Mapping[str, Tier] | None = None,
         group: Group | None = None,
         parallel: ParallelConfig | None = None,
         logprobs: ChunkLogprobs | None = None,
     ) -> None:
         """`head` continues a reward model under objective rm; `critic` one under ppo: without them the head starts at
         zero and the critic's trunk as a copy of the actor. `reward_model` is what evaluate(…, "reward") asks.
+        `weights` fill a decoder on the meta device, and what begins like it (reference, critic); without them it is
+        blank, and nothing but `restore` may follow. `reward_weights` fill a reward model on the meta device.
         `shared` goes into the manifest: the engine reads this trainer's own weights. `disk_folder` gives components
-        a disk tier. `logprobs` is how actor and reference compute a chunk's log-probs, if not as usual. `group`: the
-        ranks that train together (`parallel.start.join`). Each has a NativeTrainer made with the same arguments and
-        weights, and every rank calls every method, with the same global batch. `parallel` says how their models lie
+        a disk tier; `parked` ones leave the device as soon as they are made. `logprobs` is how actor and reference
+        compute a chunk's log-probs, if not as usual. `group`: the ranks that train together (`parallel.start.join`).
+        Each has a NativeTrainer made with the same arguments and weights, and every rank calls every method, with the
+        same global batch. `parallel` says how their models lie
         over them."""
         self._objective, self._config, self._seed = objective, config, seed
         self._compute, self._emit, self._shared = compute, emit, shared
         self._group = group or alone(decoder.device)
-        if (reason := why_torch(decoder.device, decoder.dtype)) is not None:
+        device = self._group.device
+        assert device.type != "meta", "a trainer of a blank model is told its device by the group"
+        if (reason := why_torch(device, decoder.dtype)) is not None:
             emit("trainer.torch_kernels", reason=reason)
-        if (instructions := c_instructions(decoder.device, decoder.dtype)) is not None:
+        if (instructions := c_instructions(device, decoder.dtype)) is not None:
             emit("trainer.c_kernels", instructions=instructions)
-        if decoder.device.type == "cuda" and decoder.dtype in CUDA_DTYPES:
+        if device.type == "cuda" and decoder.dtype in CUDA_DTYPES:
             spec = decoder.spec
             shared_by = spec.num_heads // spec.num_kv_heads
-            emit("trainer.attention_kernel", **flash.choice(decoder.device, decoder.dtype, shared_by, spec.head_dim))
+            emit("trainer.attention_kernel", **flash.choice(device, decoder.dtype, shared_by, spec.head_dim))
         if trains_scores(objective) and head is None:
-            head = ScalarHead(decoder.spec.hidden_size, device=decoder.device)
+            head = ScalarHead(decoder.spec.hidden_size, device=device)
         assert head is None or trains_scores(objective), f"objective {objective.kind} trains no scalar head"
-        splitter = Splitter(self._group, parallel or ParallelConfig())
-        wants_reference = needs_reference(objective) and config.reference == "initial"
-        first = frozen_copy(decoder) if wants_reference else None  # copied before the actor is cut
-        trunk = _critic_model(decoder, critic) if needs_critic(objective) else None
-        actor = Learner("actor", decoder, head, config, splitter.split("actor"))
-        assert logprobs is None or not actor.float8, "log-probs that are given know nothing of 8 bits"
-        self._models = Models(
-            actor=actor,
-            critic=Learner("critic", *trunk, config, splitter.split("critic")) if trunk else None,
-            logprobs=logprobs or partial(chunk_logprobs, checkpointing=config.checkpointing, float8=actor.float8),
-        )
-        self._tell_float8()
-        self._loss_scale = LossScale() if actor.dtype == torch.float16 else None
-        self._reference = Reference(first, config, splitter.split("reference")) if first is not None else None
-        if reward_model is not None and (split := splitter.split("reward")).shards_weights:
-            shard_decoder(reward_model[0].requires_grad_(False), split, trains=False)
         self._version, self._steps_done = version, 0
+        self._filled = weights is not None or not is_blank(decoder)
+        self._tenancy = Tenancy(disk_folder, parked or {})
+        splitter = Splitter(self._group, parallel or ParallelConfig())
+        with self._group.guard("start of the trainer"):
+            self._start(decoder, head, critic, weights, splitter, logprobs)
+            if reward_model is not None:
+                start_frozen(reward_model[0], splitter.split("reward"), reward_weights)
+                self._tenancy.take_reward(reward_model)
         self._planner = Planner(
             objective=objective,
             config=config,
             seed=seed,
             vocab_size=decoder.spec.vocab_size,
-            device=decoder.device,
+            device=self._models.actor.decoder.device,
             emit=emit,
             rank=self._group.rank,
             num_ranks=self._group.size,
         )
-        self._tenancy = Tenancy(self._models.learners, self._reference, reward_model, disk_folder)
         self._evaluator = Evaluator(
             objective=objective,
             config=config,
@@ -144,6 +143,36 @@ class NativeTrainer:
             tenancy=self._tenancy,
             group=self._group,
         )
+
+    def _start(
+        self,
+        decoder: Decoder,
+        head: ScalarHead | None,
+        critic: ScoredModel | None,
+        weights: TensorSource | None,
+        splitter: Splitter,
+        logprobs: ChunkLogprobs | None,
+    ) -> None:
+        """Make the models that a snapshot holds. The actor last: what begins like it reads it before it is cut."""
+        first = weights if is_blank(decoder) else LiveTensors(dict(decoder.named_parameters()))
+        config, tenancy, reference, learner = self._config, self._tenancy, None, None
+        if needs_reference(self._objective) and config.reference == "initial":
+            own = Reference(blank_copy(decoder), config, splitter.split("reference"), first)
+            reference = tenancy.take_reference(own)
+        if needs_critic(self._objective):
+            split = splitter.split("critic")
+            if critic is not None:
+                learner = Learner("critic", *critic, config, split)
+            else:
+                scores = ScalarHead(decoder.spec.hidden_size, device=self._group.device)
+                learner = Learner("critic", blank_copy(decoder), scores, config, split, first)
+            tenancy.take_learner(learner)
+        actor = tenancy.take_learner(Learner("actor", decoder, head, config, splitter.split("actor"), weights))
+        assert logprobs is None or not actor.float8, "log-probs that are given know nothing of 8 bits"
+        logprobs = logprobs or partial(chunk_logprobs, checkpointing=config.checkpointing, float8=actor.float8)
+        self._models, self._reference = Models(actor=actor, critic=learner, logprobs=logprobs), reference
+        self._loss_scale = LossScale() if actor.dtype == torch.float16 else None
+        self._tell_float8()
 
     # PolicyTrainer ---------------------------------------------------------------------------------------------------
 
@@ -159,6 +188,7 @@ class NativeTrainer:
 
     def register(self) -> tuple[Manifest, Mapping[str, Any]]:
         """The version and its tensors, or, where no rank holds them whole, a ShardSource to gather them from."""
+        self._assert_filled()
         actor = self._models.actor
         if not actor.split.shards_weights:
             parameters = actor.optimizer.parameters.items()
@@ -179,6 +209,7 @@ class NativeTrainer:
         ranks get none), taken from the tier where each component is: a snapshot moves nothing, and needs room for one
         bucket on the device where tensors lie in shards. `take` gives the memory for this
         rank's copies."""
+        self._assert_filled()
         with self._group.guard("snapshot"):
             tensors = self._whole_tensors(take)
         state = {
@@ -200,18 +231,21 @@ class NativeTrainer:
                 f"the snapshot is of objective '{numbers['objective']}', this run has '{self._objective.kind}'",
                 hint="resume with the config that the run was started with",
             )
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self._group.guard("restore"))
-            for component in self._tenancy.tiers():
-                if not component.endswith(".grads"):
-                    stack.enter_context(self._tenancy.on_device(component))
-            for learner in self._models.learners:
-                learner.restore(tensors, int(numbers["num_updates"][learner.name]))
+        self._filled = False  # until all of it is there
+        with self._group.guard("restore"):
+            for learner in self._models.learners:  # one at a time: what is parked need not fit beside the others
+                with self._tenancy.all_on_device(f"{learner.name}."):
+                    learner.restore(tensors, int(numbers["num_updates"][learner.name]))
             if self._reference is not None:
-                self._reference.restore(tensors)
+                with self._tenancy.on_device("reference"):
+                    self._reference.restore(tensors)
         self._version, self._steps_done = int(numbers["version"]), int(numbers["steps_done"])
         if self._loss_scale is not None:  # a snapshot of a run in another dtype has none
             self._loss_scale = LossScale(**numbers.get("loss_scale", {}))
+        self._filled = True
+
+    def _assert_filled(self) -> None:
+        assert self._filled, "the trainer's weights are blank: it was started for a snapshot, and none was restored"
 
     # MemoryTenant ----------------------------------------------------------------------------------------------------
 
@@ -240,6 +274,7 @@ class NativeTrainer:
 
     def step_now(self, batch: TrainBatch) -> StepReport:
         """The body of `step`."""
+        self._assert_filled()
         with self._group.guard(f"step {batch.step}"):
             return self._step(batch)
 
@@ -341,6 +376,7 @@ class NativeTrainer:
 
     def evaluate_now(self, batch: TrainBatch, which: Which) -> Evaluation:
         """The body of `evaluate`."""
+        self._assert_filled()
         with self._group.guard(f"evaluation of '{which}'"):
             return self._evaluator.evaluate(batch, which)
 
@@ -363,10 +399,3 @@ class NativeTrainer:
         for name in self._tenancy.tiers():
             if name not in ("actor.params", "reward"):
                 self._tenancy.remove(name)
-
-
-def _critic_model(actor: Decoder, critic: ScoredModel | None) -> ScoredModel:
-    """The critic given, or one made of the actor's weights with a head that says 0."""
-    if critic is not None:
-        return critic
-    return frozen_copy(actor).requires_grad_(True), ScalarHead(actor.spec.hidden_size, device=actor.device)

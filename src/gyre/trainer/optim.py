@@ -68,7 +68,8 @@ class AdamW(ABC):
         self.decays = {name: takes_decay(name, parameter) for name, parameter in self.parameters.items()}
         self.shapes: dict[str, Shape] = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
         self.starts, self.decay_stop, self.file_size = lay_out(self.shapes, self.decays)
-        self.device = next(iter(self.parameters.values())).device
+        device = next(iter(self.parameters.values())).device
+        self.device = device if device.type != "meta" else mesh.world.device
         self._hooks: list = []
 
     def buffer(self, size: int) -> Tensor:
@@ -80,6 +81,12 @@ class AdamW(ABC):
             parameter.register_post_accumulate_grad_hook(_collector(grads[name]))
             for name, parameter in self.parameters.items()
         ]
+
+    @abstractmethod
+    def take_masters(self) -> None:
+        """Begin with the weights that the forward pass computes with. The constructor does it where it finds numbers;
+        after parameters of the meta device got theirs, whoever filled them does."""
+        ...
 
     @abstractmethod
     def masters(self) -> dict[str, Tensor]:
@@ -181,12 +188,20 @@ class FlatOptimizer(AdamW):
         self.master_N, self.grad_N, self.exp_avg_N, self.exp_avg_sq_N = (self.buffer(self.file_size) for _ in range(4))
         self._masters = views(self.master_N, self.starts, self.shapes)
         self._grads = views(self.grad_N, self.starts, self.shapes)
-        with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                self._masters[name].copy_(parameter)
-                if self.master_is_compute:
-                    parameter.data = self._masters[name]
+        blank = any(parameter.is_meta for parameter in self.parameters.values())
+        for name, parameter in self.parameters.items():
+            if self.master_is_compute:
+                move_in(parameter, self._masters[name])
+            elif parameter.is_meta:
+                move_in(parameter, torch.empty(parameter.shape, dtype=parameter.dtype, device=self.device))
+        if not blank:
+            self.take_masters()
         self.hook(self._grads)
+
+    @torch.no_grad()
+    def take_masters(self) -> None:
+        if not self.master_is_compute:
+            torch._foreach_copy_([self._masters[name] for name in self.parameters], list(self.parameters.values()))
 
     def masters(self) -> dict[str, Tensor]:
         return self._masters
@@ -242,6 +257,17 @@ def lay_out(shapes: Mapping[str, Shape], decays: Mapping[str, bool]) -> tuple[di
                 at += align(math.prod(shape))
         decay_stop = at if wanted else decay_stop
     return starts, decay_stop, at
+
+
+@torch.no_grad()
+def move_in(parameter: nn.Parameter, home: Tensor) -> None:
+    """Make `home` the parameter's storage. Its numbers come along; one of the meta device has none, and stays the same
+    object all the same."""
+    if parameter.is_meta:
+        torch.utils.swap_tensors(parameter, nn.Parameter(home, requires_grad=parameter.requires_grad))
+        return
+    home.copy_(parameter)
+    parameter.data = home
 
 
 def _collector(grad: Tensor):

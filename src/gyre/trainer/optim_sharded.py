@@ -14,10 +14,9 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from gyre.trainer.optim import AdamW, Span, views
-from gyre.trainer.parallelise import local_part
+from gyre.trainer.optim import AdamW, Span, move_in, views
+from gyre.trainer.parallelise import is_shard, local_part
 from gyre.weights.shards import ALIGN, align, row_layout, slice_layout
 
 
@@ -46,18 +45,19 @@ class SlicedOptimizer(AdamW):
         self.compute_N = torch.zeros(self._whole, dtype=self.dtype, device=self.device)
         self.master_N = self.compute_N if self.master_is_compute else self.buffer(self.layout.size)
         self._masters = self.runs(self._own_master_N())
-        self._take_over()
+        blank = any(parameter.is_meta for parameter in self.parameters.values())
+        trunk = {name: shape for name, shape in self.shapes.items() if name not in apart}
+        for name, home in views(self.compute_N, self.starts, trunk).items():
+            move_in(self.parameters[name], home)
+        if not blank:
+            self.take_masters()
         at = dict(self.starts) | {name: self._whole + self._tail_of(name) for name in apart}
         self.hook(views(self.grad_N, at, self.shapes))
 
     @torch.no_grad()
-    def _take_over(self) -> None:
-        """Move the parameters into the flat buffer; copy what this rank owns into its masters."""
-        trunk = {name: shape for name, shape in self.shapes.items() if name not in self._apart}
-        homes = views(self.compute_N, self.starts, trunk)
-        for name, home in homes.items():
-            home.copy_(self.parameters[name])
-            self.parameters[name].data = home
+    def take_masters(self) -> None:
+        if self.master_is_compute:
+            return
         for name, master in self.masters().items():
             place = self.places[name]
             master.copy_(self.parameters[name].detach().view(-1)[place.start : place.stop])
@@ -125,7 +125,7 @@ class RowOptimizer(AdamW):
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], **settings) -> None:
         super().__init__(parameters, **settings)
-        self._apart = [name for name, p in self.parameters.items() if not isinstance(p, DTensor)]
+        self._apart = [name for name, p in self.parameters.items() if not is_shard(p)]
         shard = self.mesh.shard
         self.layout = row_layout(self.shapes, num_ranks=shard.size, replicated=frozenset(self._apart))
         self._cut = self.places[self._apart[0]].at if self._apart else self.layout.size  # they lie at the end
@@ -135,6 +135,9 @@ class RowOptimizer(AdamW):
         self.grad_N, self.exp_avg_N, self.exp_avg_sq_N = (self.buffer(self.layout.size) for _ in range(3))
         grads = self.runs(self.grad_N)
         self.hook({name: grads[name].view(local_part(p).shape) for name, p in self.parameters.items()})
+
+    def take_masters(self) -> None:
+        """Nothing to do: the parameters are the masters."""
 
     def masters(self) -> dict[str, Tensor]:
         return {name: local_part(parameter).view(-1) for name, parameter in self.parameters.items()}

@@ -1,5 +1,5 @@
-"""Reference: the policy that the KL term and DPO compare with. In: the actor's weights. Out: a frozen Decoder, renewed
-every n steps or by moving average. Caller: trainer.native.
+"""Reference: the policy that the KL term and DPO compare with. In: the weights that the actor begins with, later the
+actor's. Out: a frozen Decoder, renewed every n steps or by moving average. Caller: trainer.native.
 
 It may lie over ranks in another way than the actor: what it takes from the actor comes as runs of numbers.
 """
@@ -18,26 +18,26 @@ from gyre.models.decoder import Decoder
 from gyre.parallel.mesh import Split
 from gyre.trainer.config import TrainerConfig
 from gyre.trainer.optim import AdamW
-from gyre.trainer.parallelise import local_tensors, shard_decoder
+from gyre.trainer.parallelise import local_tensors
 from gyre.trainer.resharding import check_whole, join, load
+from gyre.trainer.start import frozen_layout, start_frozen
 from gyre.vram.pools import StoragePool
 from gyre.weights.gather import gather_runs, local_runs
-from gyre.weights.shards import ShardLayout, row_layout
+from gyre.weights.pieces import TensorSource
 
 
 class Reference:
     """A copy of the actor's compute weights. With a moving average, the average itself is kept in float32."""
 
-    def __init__(self, copy: Decoder, config: TrainerConfig, split: Split) -> None:
-        """`copy` is the reference's own from here on."""
+    def __init__(self, decoder: Decoder, config: TrainerConfig, split: Split, weights: TensorSource | None) -> None:
+        """`decoder` is blank and the reference's own from here on; without `weights` it stays so until `restore`."""
         self._config, self._split = config, split
-        self.decoder, self._dtype = copy, copy.dtype
-        self._layout = frozen_layout(copy, split)
-        if split.shards_weights:
-            shard_decoder(copy, split, trains=False)
+        self.decoder, self._dtype = decoder, decoder.dtype
+        self._layout = frozen_layout(decoder, split)
+        start_frozen(decoder, split, weights)
         self._average: dict[str, Tensor] = {}
         if config.reference_moving_average:
-            self._average = {name: own.float().clone() for name, own in local_tensors(copy).items()}
+            self._average = {name: own.float().clone() for name, own in local_tensors(decoder).items()}
 
     def due(self, steps_done: int) -> Literal["refresh", "average"] | None:
         """What the config wants of the reference after that many loop steps."""
@@ -104,19 +104,6 @@ class Reference:
 
     def pool(self, folder: Path | None) -> StoragePool:
         return frozen_pool("reference", self.state_tensors(), self.decoder.device, folder)
-
-
-def frozen_layout(decoder: Decoder, split: Split) -> ShardLayout:
-    """Who holds what of a model that is not trained; asked before it is cut."""
-    shapes = {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
-    return row_layout(shapes, num_ranks=split.mesh.shard.size if split.shards_weights else 1)
-
-
-def frozen_copy(source: Decoder) -> Decoder:
-    """A Decoder with the same weights in storage of its own, and no gradients."""
-    copy = Decoder(source.spec, device=source.device, dtype=source.dtype)
-    copy.load_state_dict(source.state_dict())
-    return copy.requires_grad_(False)
 
 
 def frozen_pool(name: str, tensors: dict[str, Tensor], device: torch.device, folder: Path | None) -> StoragePool:

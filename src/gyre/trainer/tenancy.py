@@ -1,11 +1,12 @@
 """Tenancy: the trainer's components as the memory ledger sees them, and as the trainer itself needs them.
-In: learners, a reference, a reward model. Out: a PoolTenant that can tell what is where. Caller: trainer.native.
+In: learners, a reference, a reward model, as each is made. Out: a PoolTenant that can tell what is where. Caller:
+trainer.native.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from gyre.core.records import Tier
@@ -14,29 +15,40 @@ from gyre.models.heads import ScalarHead
 from gyre.trainer.learner import Learner
 from gyre.trainer.parallelise import local_tensors
 from gyre.trainer.reference import Reference, frozen_pool
-from gyre.vram.pools import PoolTenant
+from gyre.vram.pools import PoolTenant, StoragePool
 
 ScoredModel = tuple[Decoder, ScalarHead]
+ORDER = ("actor", "critic", "reference", "reward")  # of the owners in the ledger, as the planner has them
 
 
 class Tenancy(PoolTenant):
     """All components of one trainer."""
 
-    def __init__(
-        self,
-        learners: Sequence[Learner],
-        reference: Reference | None,
-        reward_model: ScoredModel | None,
-        disk_folder: Path | None,
-    ) -> None:
-        super().__init__([pool for learner in learners for pool in learner.pools(disk_folder)])
-        if reference is not None:
-            self.add(reference.pool(disk_folder))
-        if reward_model is not None:
-            decoder, head = reward_model
-            tensors = local_tensors(decoder)
-            tensors["scalar_head"] = head.weight.detach()
-            self.add(frozen_pool("reward", tensors, decoder.device, disk_folder))
+    def __init__(self, disk_folder: Path | None, parked: Mapping[str, Tier]) -> None:
+        """`parked`: components that leave the device as soon as they are there, so that the next model has its room."""
+        super().__init__([])
+        self._folder, self._parked = disk_folder, parked
+
+    def take_learner(self, learner: Learner) -> Learner:
+        self._take(learner.pools(self._folder))
+        return learner
+
+    def take_reference(self, reference: Reference) -> Reference:
+        self._take([reference.pool(self._folder)])
+        return reference
+
+    def take_reward(self, model: ScoredModel) -> None:
+        decoder, head = model
+        tensors = local_tensors(decoder)
+        tensors["scalar_head"] = head.weight.detach()
+        self._take([frozen_pool("reward", tensors, decoder.device, self._folder)])
+
+    def _take(self, pools: Sequence[StoragePool]) -> None:
+        for pool in pools:
+            self.add(pool)
+            pool.move(self._parked.get(pool.name, "device"))
+        rank = {name: (ORDER.index(name.partition(".")[0]), at) for at, name in enumerate(self._pools)}
+        self._pools = {name: self._pools[name] for name in sorted(self._pools, key=rank.__getitem__)}
 
     def tiers(self) -> dict[str, Tier]:
         return {component.name: component.tier for component in self.components()}
@@ -60,3 +72,12 @@ class Tenancy(PoolTenant):
         finally:
             if tier != "device":
                 self.move([name], tier)
+
+    @contextlib.contextmanager
+    def all_on_device(self, prefix: str) -> Iterator[None]:
+        """Bring one model's components to the device for a while, but for gradients."""
+        with contextlib.ExitStack() as stack:
+            for name in self.tiers():
+                if name.startswith(prefix) and not name.endswith(".grads"):
+                    stack.enter_context(self.on_device(name))
+            yield

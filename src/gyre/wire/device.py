@@ -6,14 +6,16 @@ wire.placement (in this process), wire.rank (in a worker).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 
 from gyre.core.records import Phase
 from gyre.core.seeds import derive_seed
 from gyre.engine.native import NativeEngine
+from gyre.models.checkpoint import Checkpoint
 from gyre.models.decoder import Decoder
-from gyre.parallel.group import Group
+from gyre.parallel.group import Group, alone
 from gyre.planner.plan import Plan
 from gyre.runconfig import RunConfig
 from gyre.trainer.native import NativeTrainer
@@ -22,7 +24,7 @@ from gyre.vram.config import MemoryConfig
 from gyre.vram.manager import MemoryManager
 from gyre.vram.phases import default_needs
 from gyre.weights.gather import ShardSource
-from gyre.wire.make import Emit, Machine, Policy, load_reward_model, make_engine
+from gyre.wire.make import Emit, Machine, Policy, make_engine, make_reward_model
 from gyre.wire.order import MAIN
 from gyre.wire.stages import Stage, trains_invariant
 
@@ -47,25 +49,37 @@ class Device:
         zero, shard_ranks = self._config.parallel.of("actor")
         return ranks > 1 and zero >= 2 and shard_ranks != 1
 
-    def make_trainer(self, stage: Stage, policy: Policy, version: int) -> NativeTrainer:
-        reward, reward_model = self._config.rewards.model_part(), None
-        if reward is not None and stage.name == MAIN:
-            reward_model = load_reward_model(reward.path, self._machine, policy)
-        self.trainer = NativeTrainer(
-            decoder=policy.decoder,
-            objective=stage.objective,
-            config=stage.trainer,
-            compute=self._machine.compute,
-            emit=self._emit,
-            seed=derive_seed(self._config.run.seed, "trainer", stage.name),
-            reward_model=reward_model,
-            version=version,
-            shared=not self.cuts_weights,
-            disk_folder=self._disk_folder(),
-            group=self._group,
-            parallel=self._config.parallel,
-            logprobs=self._logprobs(stage),
-        )
+    def make_trainer(self, stage: Stage, policy: Policy, version: int, *, resumed: bool) -> NativeTrainer:
+        """The trainer on the policy's decoder, which has this rank's part of the weights from here on. One that is
+        `resumed` reads none: they come from the snapshot, and until then it does nothing."""
+        reads = policy.decoder.device.type == "meta" and not resumed
+        with contextlib.ExitStack() as files:
+            weights = policy.weights if reads else None
+            if isinstance(policy.weights, Checkpoint):
+                files.callback(policy.weights.close)
+            reward, scored, reward_weights = self._config.rewards.model_part(), None, None
+            if reward is not None and stage.name == MAIN:
+                decoder, head, reward_weights = make_reward_model(reward.path, self._machine, policy)
+                scored = decoder, head
+                files.callback(reward_weights.close)
+            self.trainer = NativeTrainer(
+                decoder=policy.decoder,
+                objective=stage.objective,
+                config=stage.trainer,
+                compute=self._machine.compute,
+                emit=self._emit,
+                seed=derive_seed(self._config.run.seed, "trainer", stage.name),
+                reward_model=scored,
+                weights=weights,
+                reward_weights=reward_weights,
+                version=version,
+                shared=not self.cuts_weights,
+                disk_folder=self._disk_folder(),
+                parked=self._plan.parked_at_start,
+                group=self._group or alone(self._machine.device),
+                parallel=self._config.parallel,
+                logprobs=self._logprobs(stage),
+            )
         return self.trainer
 
     def _logprobs(self, stage: Stage) -> ChunkLogprobs | None:
@@ -80,7 +94,7 @@ class Device:
         """On the trainer's decoder, or with `own_weights` on one that is filled by handovers."""
         plan, self._own_weights = self._plan, own_weights
         sizes = self._config.engine.model_copy(update={"num_pages": plan.kv_pages, "page_tokens": plan.page_tokens})
-        if own_weights and self.trainer is not None:
+        if own_weights:
             decoder = Decoder(policy.spec, device=self._machine.device, dtype=self._machine.dtype)
             policy = replace(policy, decoder=decoder)
         self.engine = make_engine(sizes, policy, self._machine, self._emit, shared_weights=not own_weights)

@@ -102,7 +102,7 @@ class Spread:
         return self._fleet.share
 
     async def open(self, tokenizer: Tokenizer) -> Facts:
-        """Start the ranks; each makes the model."""
+        """Start the ranks; each makes the model, without its weights."""
         facts = make_facts(self._config, tokenizer)
         self._store = hold_store(self._fleet.host, timeout_s=self._settings.start_deadline_s)
         names = [f"worker-{rank}" for rank in range(self._fleet.num_workers)]

@@ -27,10 +27,11 @@ from gyre.engine.runners import why_not_fused
 from gyre.kernels.allocator import keep_freed_memory
 from gyre.loop.evaluate import Rollouts
 from gyre.loop.ports import TextPort
+from gyre.models.checkpoint import Checkpoint
 from gyre.models.decoder import Decoder
 from gyre.models.heads import ScalarHead
 from gyre.models.hub_files import CONFIG_FILE, SCALAR_HEAD_FILE, find_folder, read_json
-from gyre.models.init import init_weights
+from gyre.models.init import FreshWeights
 from gyre.models.load import load_hub, load_scalar_head
 from gyre.models.spec import ModelSpec, spec_from_hub_config, spec_from_shape
 from gyre.observe.events import EventLog
@@ -68,11 +69,12 @@ class Facts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """A model with its tokenizer."""
+    """A model with its tokenizer. A new run's decoder is on the meta device until a trainer begins with it."""
 
     decoder: Decoder
     tokenizer: Tokenizer
     spec: ModelSpec
+    weights: Checkpoint | FreshWeights | None = None  # what fills a decoder of the meta device
 
 
 def make_machine(config: RunConfig) -> Machine:
@@ -122,13 +124,19 @@ def make_tokenizer(config: RunConfig, kept: Path, emit: Emit) -> Tokenizer:
 
 
 def make_policy(config: RunConfig, tokenizer: Tokenizer, machine: Machine) -> Policy:
+    """The model's shapes and where its weights are. Of a checkpoint names and shapes are checked now; no weight is read
+    before a trainer knows which ones its rank holds."""
     spec = make_facts(config, tokenizer).spec
     if config.model.path:
-        spec, decoder = load_hub(config.model.path, device=machine.device, dtype=machine.dtype)
-        return Policy(decoder=decoder, tokenizer=tokenizer, spec=spec)
-    decoder = Decoder(spec, device=machine.device, dtype=machine.dtype)
-    init_weights(decoder, derive_seed(config.run.seed, "model", config.model.init_seed))
-    return Policy(decoder=decoder, tokenizer=tokenizer, spec=spec)
+        weights = Checkpoint(config.model.path)
+    else:
+        weights = FreshWeights(spec, derive_seed(config.run.seed, "model", config.model.init_seed))
+    return Policy(decoder=blank_decoder(spec, machine), tokenizer=tokenizer, spec=spec, weights=weights)
+
+
+def blank_decoder(spec: ModelSpec, machine: Machine) -> Decoder:
+    """Shapes without numbers; they take no memory."""
+    return Decoder(spec, device=torch.device("meta"), dtype=machine.dtype)
 
 
 def make_facts(config: RunConfig, tokenizer: Tokenizer) -> Facts:
@@ -173,11 +181,11 @@ def load_policy(folder: Path, machine: Machine) -> Policy:
     return Policy(decoder=decoder, tokenizer=load_tokenizer(folder), spec=spec)
 
 
-def load_reward_model(path: str, machine: Machine, policy: Policy | Facts) -> tuple[Decoder, ScalarHead]:
-    """The decoder and scalar head of a reward model."""
+def make_reward_model(path: str, machine: Machine, policy: Policy) -> tuple[Decoder, ScalarHead, Checkpoint]:
+    """The decoder of a reward model, on the meta device, its scalar head, and what fills the decoder."""
     folder = find_reward_model(path, policy)
-    _, decoder = load_hub(folder, device=machine.device, dtype=machine.dtype)
-    return decoder, load_scalar_head(folder, device=machine.device)
+    weights = Checkpoint(folder)
+    return blank_decoder(weights.spec, machine), load_scalar_head(folder, device=machine.device), weights
 
 
 def refuse_reward_model(folder: Path) -> None:

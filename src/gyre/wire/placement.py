@@ -48,7 +48,7 @@ class Placement(Protocol):
         ...
 
     async def open(self, tokenizer: Tokenizer) -> Facts | Policy:
-        """Make the model; say what it is."""
+        """Make the model, without its weights; say what it is."""
         ...
 
     async def begin(self, stage: Stage, plan: Plan, *, version: int, found: Mapping[str, Any] | None) -> Placed:
@@ -87,7 +87,7 @@ class Inline:
     async def begin(self, stage: Stage, plan: Plan, *, version: int, found: Mapping[str, Any] | None) -> Placed:
         assert self._policy is not None
         device = self._device = Device(self._config, plan, self._folder, self._machine, self._emit)
-        trainer = device.make_trainer(stage, self._policy, version)
+        trainer = device.make_trainer(stage, self._policy, version, resumed=found is not None)
         if found is not None:
             trainer.restore(found)
         engine = await device.make_engine(self._policy) if plan.kv_pages > 0 else None

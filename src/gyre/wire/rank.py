@@ -47,7 +47,7 @@ class RankOrder:
 
 
 async def build_rank(context: Context, *, order: RankOrder) -> RankWorker:
-    """Make the model and become a rank; returns when all ranks are there."""
+    """Make the model, without its weights, and become a rank; returns when all ranks are there."""
     os.chdir(order.directory)
     machine = make_machine(order.config)
     tokenizer = load_tokenizer(order.folder / "tokenizer")
@@ -93,7 +93,9 @@ class RankWorker:
             self._config, plan, self._order.folder, self._machine, self._context.emit, group=self._group
         )
         if self._order.rank is not None:
-            trainer = await self._on_compute(lambda: device.make_trainer(stage, self._policy, version))
+            trainer = await self._on_compute(
+                lambda: device.make_trainer(stage, self._policy, version, resumed=bool(snapshot))
+            )
             if snapshot:
                 await self._on_compute(lambda: trainer.restore(self._load(snapshot)))
             if self._order.rank == 0:

@@ -1,0 +1,49 @@
+"""FSDP: a Decoder cut over the ranks of a shard group by FSDP2, a group per layer and one for the rest. In: a Decoder,
+on the meta device, or whole and alike on all ranks. Out: the same Decoder, in place, holding its shards. Caller:
+trainer.start, which imports this file only where weights are cut.
+
+The root group holds embedding, head and final norm: with tied embeddings these must be one group, and the head is read
+after `hidden` has returned. Its weights stay gathered from the first layer to the end of the backward pass.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+from gyre.core.records import Projection
+from gyre.models.decoder import NOTHING, Decoder
+from gyre.parallel.mesh import Split
+from gyre.trainer.float8 import gather_in_float8
+from gyre.trainer.parallelise import is_shard, sharded_parts
+
+
+def shard_decoder(decoder: Decoder, split: Split, *, trains: bool, float8: frozenset[Projection] = NOTHING) -> None:
+    """Cut the weights over the ranks of `split.mesh.shard`. Trained shards are float32, the master weights themselves:
+    layers are gathered in the dtype that the decoder had, or in 8 bits the projections of `float8`; gradients are
+    summed in float32. Copies on other replicas are kept equal by the optimiser, once per update."""
+    assert split.mesh.torch_mesh is not None and split.shards_weights
+    dtype, mesh = decoder.dtype, split.mesh.torch_mesh["shard"]
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    if trains and dtype != torch.float32:
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for layer in decoder.layers:
+        _to_master(layer, trains)
+        gather_in_float8(layer, float8, split.mesh.shard.size)
+        fully_shard(layer, mesh=mesh, reshard_after_forward=split.zero == 3, mp_policy=policy)
+    _to_master(decoder, trains)
+    fully_shard(decoder, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+    register_fsdp_forward_method(decoder, "hidden")
+    for module in sharded_parts(decoder):
+        module.set_gradient_divide_factor(1.0)  # losses are divided by the denominator of all ranks already
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def _to_master(module: nn.Module, trains: bool) -> None:
+    """Parameters that are not sharded yet become float32."""
+    if not trains:
+        return
+    for parameter in module.parameters():
+        if not is_shard(parameter):
+            parameter.data = parameter.data.float()
