@@ -6,10 +6,9 @@ A shape is a Qwen3 of public size with random weights; `--layers` cuts it to wha
 trainer's own code: chunk, `collect_gradients`, `grad_norm`, `update`. The layers alone, forward and backward from a
 random gradient, are timed too: they are what scales to the whole model.
 
-MFU = model FLOPs / seconds / 989e12 (dense BF16 of an H100 or H200 by its data sheet). Model FLOPs: 6 per token and
-weight of a matrix (the embedding is a look-up), and causal attention at half: 6 · L² · H · D per sequence of L tokens
-and layer. What checkpointing makes again does not count. The limit is what matrix products reach here, 794e12, or
-1,458e12 in 8 bits (`--matmul fp8`), which counts against the same 989e12.
+MFU = model FLOPs / seconds / 989e12 (dense BF16 of an H100 or H200 by its data sheet). Model FLOPs are those of
+models/flops.py, three forward passes' worth: causal attention at half, nothing that is made again. The limit is what
+matrix products reach here, 794e12, or 1,458e12 in 8 bits (`--matmul fp8`), which counts against the same 989e12.
 """
 
 # T tokens, E hidden size, N targets
@@ -17,7 +16,6 @@ and layer. What checkpointing makes again does not count. The limit is what matr
 from __future__ import annotations
 
 import functools
-import math
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,6 +32,7 @@ from gyre.kernels.attention import varlen_attention
 from gyre.kernels.choose import why_torch
 from gyre.kernels.rope import rope_tables
 from gyre.models.decoder import Decoder, Layer
+from gyre.models.flops import forward_flops
 from gyre.models.spec import ModelSpec
 from gyre.objectives.config import SftConfig
 from gyre.parallel.config import ParallelConfig
@@ -190,11 +189,7 @@ def layers_alone(actor: Learner, chunk: Chunk) -> Callable[[], None]:
 
 def model_flops(spec: ModelSpec, chunk: Chunk, *, head: bool = True) -> float:
     """Of one forward and backward pass over the chunk."""
-    shapes = spec.parameter_shapes()
-    matrices = sum(math.prod(s) for name, s in shapes.items() if len(s) == 2 and name.startswith("layers."))
-    attention = sum(6 * length**2 for length in chunk.layout.lengths) * spec.num_heads * spec.head_dim * spec.num_layers
-    logits = 6 * spec.vocab_size * spec.hidden_size * len(chunk.targets_N) if head else 0
-    return 6 * matrices * chunk.layout.num_tokens + attention + logits
+    return 3 * forward_flops(spec, chunk.layout.lengths, num_outputs=len(chunk.targets_N) if head else 0)
 
 
 def median_s(run: Callable[[], None], count: int) -> float:

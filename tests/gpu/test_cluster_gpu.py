@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "system"))
-from system_runs import events_of, gyre, read_story, write_config
+from system_runs import events_of, gyre, read_story, tell_cluster_run, write_config
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
@@ -33,14 +34,16 @@ def test_a_worker_per_gpu(tmp_path: Path, zero: int) -> None:
         "cluster": {"kind": "ray"},
         "parallel.zero": zero,
     }
-    answer = gyre("train", write_config(tmp_path, sets), "--plain", folder=tmp_path)
-    assert answer.code == 0 and not answer.left_behind, answer.err
-    folder = tmp_path / "runs" / "tiny"
-    assert len(read_story(folder).steps) == 20
+    with tempfile.TemporaryDirectory(prefix="gyre-ray-", ignore_cleanup_errors=True) as ray_folder:  # sockets: short
+        answer = gyre("train", write_config(tmp_path, sets), "--plain", folder=tmp_path, env={"RAY_TMPDIR": ray_folder})
+        folder = tmp_path / "runs" / "tiny"
+        told = tell_cluster_run(answer, folder, Path(ray_folder))
+    assert answer.code == 0 and not answer.left_behind, told
+    assert len(read_story(folder).steps) == 20, told
     gates = [row for row in events_of(folder, "cluster.memory") if row["phase"] == "rollout"]
-    assert len(gates[0]["device_bytes"]) == torch.cuda.device_count()
-    assert len({str(row["device_bytes"]) for row in gates[2:]}) == 1, "bytes grow over phase switches"
+    assert len(gates[0]["device_bytes"]) == torch.cuda.device_count(), told
+    assert len({str(row["device_bytes"]) for row in gates[2:]}) == 1, f"bytes grow over phase switches\n{told}"
     copied = {row["copied_bytes"] for row in events_of(folder, "weights.published")}
-    assert (copied == {0}) == (zero == 1)
+    assert (copied == {0}) == (zero == 1), told
     gaps = [row["metrics"]["logprob_gap_max"] for row in events_of(folder, "step.done")]
-    assert max(gaps) < 0.5, gaps
+    assert max(gaps) < 0.5, f"{gaps}\n{told}"

@@ -28,8 +28,8 @@ from safetensors import safe_open
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["gyre.wire.commands", "gyre.cli.train", "gyre.cli.main", "gyre.observe.report"])
-TIMING = {"tokens_per_second"}  # metrics that a clock decides
 MARK = "GYRE_SYSTEM_TEST"
+RAY_LOGS = ("worker-", "python-core-worker", "raylet", "gcs_server")  # the files worth reading
 
 TINY: dict[str, Any] = {
     "run": {"name": "tiny", "seed": 3, "device": "cpu", "dtype": "float32", "threads": 1},
@@ -280,6 +280,7 @@ class Story:
 
 
 def read_story(run: Path) -> Story:
+    from gyre.observe.catalog import TIMED
     from gyre.observe.events import read_events
     from gyre.observe.samples import read_samples
 
@@ -287,7 +288,7 @@ def read_story(run: Path) -> Story:
     steps = [
         {
             **{name: row[name] for name in ("stage", "step", "version", "num_tokens", "num_updates")},
-            "metrics": {name: value for name, value in row["metrics"].items() if name not in TIMING},
+            "metrics": {name: value for name, value in row["metrics"].items() if name not in TIMED},
         }
         for row in rows
         if row["kind"] == "step.done"
@@ -306,6 +307,21 @@ def read_story(run: Path) -> Story:
     )
 
 
+def tell_cluster_run(
+    answer: Answer, run: Path, ray_folder: Path, *, num_events: int = 60, num_chars: int = 4000
+) -> str:
+    """What a run on Ray left to read, for the message of a failed assertion: its answer, its last events, and what its
+    workers and Ray itself wrote under `ray_folder`, which the run was given as RAY_TMPDIR."""
+    parts = [f"exit code {answer.code}, left behind: {answer.left_behind or 'nothing'}", f"== stderr\n{answer.err}"]
+    rows = events_of(run) if (run / "events.jsonl").is_file() else []
+    parts.append("== events\n" + "\n".join(json.dumps(row)[:1000] for row in rows[-num_events:]))
+    for path in sorted(ray_folder.glob("**/session_2*/logs/*")):
+        text = path.read_text(errors="replace") if path.is_file() and path.name.startswith(RAY_LOGS) else ""
+        if text.strip():
+            parts.append(f"== {path.name}\n{text[-num_chars:]}")
+    return "\n".join(parts)
+
+
 def without(row: Mapping[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name not in names}
 
@@ -322,4 +338,4 @@ def digest_of(path: Path) -> str:
 def events_of(run: Path, *kinds: str) -> list[dict[str, Any]]:
     from gyre.observe.events import read_events
 
-    return [row for row in read_events(run / "events.jsonl") if row["kind"] in kinds]
+    return [row for row in read_events(run / "events.jsonl") if row["kind"] in kinds or not kinds]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 import torch
 from rank_pool import RankPool
@@ -12,6 +13,9 @@ from gyre.kernels.cpu.build import INSTRUCTION_SETS, InstructionSet, Unavailable
 from gyre.kernels.cpu.chunks import load_chunks
 from gyre.kernels.cpu.library import load_decoder
 
+hypothesis.settings.register_profile("gyre", deadline=None)  # a busy machine says nothing of an example
+hypothesis.settings.load_profile("gyre")
+
 
 @pytest.fixture(params=["c", pytest.param("avx2", marks=pytest.mark.slow), "torch"])
 def both_kernels(request, monkeypatch) -> str:
@@ -19,7 +23,8 @@ def both_kernels(request, monkeypatch) -> str:
     library = load_decoder(torch.float32)
     if request.param == "avx2":
         narrow = load_decoder(torch.float32, INSTRUCTION_SETS[-1])
-        if isinstance(narrow, Unavailable) or library.instructions is narrow.instructions:
+        best = None if isinstance(library, Unavailable) else library.instructions
+        if isinstance(narrow, Unavailable) or narrow.instructions is best:
             pytest.skip("there are no AVX2 kernels here beside the best ones")
         monkeypatch.setattr(
             "gyre.engine.cpu_step.load_decoder", lambda dtype: load_decoder(dtype, INSTRUCTION_SETS[-1])

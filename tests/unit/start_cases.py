@@ -113,7 +113,8 @@ def peak_bytes(group: Group, spec: ModelSpec, **settings: Any) -> tuple[int, int
 def resumed(group: Group | None, state: dict[str, Any], kind: str, *, spec: str, **settings: Any) -> Any:
     """What a blank trainer holds once it is restored, and whether it took part in anything before, or after a restore
     that failed."""
-    trainer = started(group, kind, weights=None, spec=SPECS[spec], **settings)
+    parked = {"actor.grads": "none", "actor.params": "host", "actor.optimizer": "host", "reference": "host"}
+    trainer = started(group, kind, weights=None, spec=SPECS[spec], parked=parked, **settings)
     refused = [is_refused(trainer)]
     held = f"{trainer._models.learners[-1].name}.optimizer.exp_avg"
     for change in ({"objective": "other"}, {}):
@@ -123,6 +124,9 @@ def resumed(group: Group | None, state: dict[str, Any], kind: str, *, spec: str,
         except Exception as error:  # noqa: BLE001  the test reads it
             refused.append(f"{type(error).__name__}, {is_refused(trainer)}")
     trainer.restore(state)
+    tiers = {component.name: component.tier for component in trainer.components()}
+    assert tiers == {name: parked.get(name, "device") for name in tiers}
+    trainer.move([name for name in tiers if parked.get(name) == "host"], "device")
     return refused, whole(trainer), trainer.step_now(batch_for(8, seed=9)).num_updates
 
 

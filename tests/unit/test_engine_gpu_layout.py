@@ -3,9 +3,11 @@ was made for it."""
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import numpy as np
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,11 +16,13 @@ from gyre.engine.gpu_layout import (
     LARGEST_PIECE,
     MIN_WORK,
     SMALLEST_PIECE,
+    buffer_bytes,
     cut_tiles,
     most_pieces,
     plan_graph_batches,
     plan_piece,
 )
+from gyre.engine.gpu_state import DeviceRows
 from gyre.kernels.gpu.items import ITEM_BITS, cut_pieces
 
 LENGTHS = st.lists(st.integers(1, 5000), max_size=24)
@@ -100,3 +104,25 @@ def test_graph_batches_ascend_to_max_running_and_pad_little(max_running: int) ->
     assert list(batches) == sorted(set(batches)) and batches[-1] == max_running and batches[0] == 1
     for before, after in pairwise(batches):
         assert after - before <= max(8, before // 4), (before, after)
+
+
+@given(rows=st.integers(1, 64), context=st.integers(64, 4096), vocabulary=st.integers(8, 9000), invariant=st.booleans())
+def test_the_bytes_of_the_runners_buffers_are_those_of_its_tensors(rows, context, vocabulary, invariant) -> None:
+    """The tensors that gpu_state makes, and those of the kernels' scratch by the shapes that they state."""
+    budget, pool, heads, kv_heads, size = 300, 8192, 4, 2, 16
+    device_rows = DeviceRows(max_running=rows, pages_per_row=-(-context // 64), device=torch.device("cpu"))
+    items = rows + most_pieces(rows * context if invariant else pool, kv_heads, invariant=invariant)
+    pieces = max(items, 16_384) if invariant else items
+    shapes = [  # of 4-byte numbers
+        (pieces, heads, size), (pieces, heads),  # what the pieces of attention leave
+        *[(rows, -(-vocabulary // 2048))] * 4, (rows,), (rows,),  # what blocks of the vocabulary leave
+        (rows, 2), *[(rows,)] * 4, (2,), (items + 3 * rows * device_rows.pages_per_row,),  # sent with every step
+        *[(budget,)] * 3, (rows,),  # sent with prompt chunks
+        (3, rows),  # tokens and log-probs
+    ]  # fmt: skip
+    expected = sum(4 * math.prod(shape) for shape in shapes) + 2 * rows * vocabulary
+    expected += device_rows.table_RP.nbytes + device_rows.last_R.nbytes
+    assert expected == buffer_bytes(
+        max_running=rows, token_budget=budget, pool_tokens=pool, page_tokens=64, context_tokens=context,
+        num_heads=heads, num_kv_heads=kv_heads, head_dim=size, vocab_size=vocabulary, logit_bytes=2, invariant=invariant,
+    )  # fmt: skip

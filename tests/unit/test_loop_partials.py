@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loop_cases import GROUPS_OF_4, HELD_OUT, TOKENIZER, TRAIN, Bench, digit_share, digits_script, turn
 
+from gyre.core.chunks import as_partial, join_supports
 from gyre.core.codec import encode
 from gyre.core.errors import SnapshotError
 from gyre.core.records import Partial, Support
-from gyre.loop.collect import join_partials, join_supports, open_groups, requests_for, split_whole
+from gyre.loop.collect import open_groups, requests_for, split_whole
 from gyre.loop.config import EvalConfig
 from gyre.loop.resume import IN_FLIGHT, Progress, from_snapshot, is_due, to_snapshot
 from gyre.objectives.config import GrpoConfig
@@ -192,7 +193,7 @@ def test_joined_partials_are_one_after_the_other(first, second):
             versions=numbers.astype(np.int32),
         )  # fmt: skip
 
-    joined = join_partials(partial(0, first), partial(first, second))
+    joined = as_partial(2, [partial(0, first), partial(first, second)])
     want = partial(0, first + second)
     for name in ("tokens", "logprobs", "raw_logprobs", "versions"):
         np.testing.assert_array_equal(getattr(joined, name), getattr(want, name))

@@ -152,3 +152,19 @@ def test_numbers_for_people() -> None:
     assert [show_number(value) for value in (0.0, 0.1234, 12.34, 512.2, 43210.0, 3.2e6, 2e-7)] == [
         "0", "0.123", "12.3", "512", "43.2k", "3.2M", "2.0e-07"]  # fmt: skip
     assert [show_seconds(value) for value in (0.5, 42, 61, 3725)] == ["0.5 s", "42 s", "1 min 01 s", "1 h 02 min"]
+
+
+def test_a_trace_is_told_with_what_took_longest(tmp_path: Path) -> None:
+    row = {
+        "kind": "trace.written", "t": 1.0, "attempt": 1, "seq": 1, "step": 3, "file": "traces/step-3.trace.json.gz",
+        "size_bytes": 9, "seconds": 0.5, "compute_s": 0.25, "communication_s": 0.125, "exposed_s": 0.0625, "idle_s": 0.25,
+        "top": [{"name": "ampere_gemm", "calls": 12, "seconds": 0.2}],
+    }  # fmt: skip
+    for plain in (True, False):
+        stream = io.StringIO()
+        progress = make_progress(plain=plain, console=Console(file=stream, force_terminal=not plain, width=200))
+        progress(row)
+        progress.close()
+        text = stream.getvalue()
+        assert "trace of step 3: traces/step-3.trace.json.gz" in text and "of it exposed 0.0625 s" in text
+        assert "12 ×  ampere_gemm" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gyre.observe.hardware import describe_hardware, parse_cpu_max, parse_cpuinfo, parse_meminfo
-from gyre.observe.metrics import Metrics
+from gyre.observe.metrics import Metrics, Reduction, largest
 from gyre.observe.overlap import overlap_account
 from gyre.observe.spans import Spans
 
@@ -135,3 +136,19 @@ def test_gpus_are_named_without_torch(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "information").write_text("Model: \t\t NVIDIA H200\nIRQ: 1\n")
     assert describe_hardware(proc=tmp_path)["gpus"] == ["NVIDIA H200"]
+
+
+@pytest.mark.parametrize("reduction", ["max", "min"])
+@pytest.mark.parametrize("values", [(math.nan, 1.0, 2.0), (1.0, math.nan, 2.0), (1.0, 2.0, math.nan)])
+def test_a_number_that_is_none_shows_wherever_it_stands(reduction: Reduction, values: tuple[float, ...]) -> None:
+    metrics = Metrics()
+    metrics.declare("m", reduction)
+    for value in values:
+        metrics.add("m", value)
+    assert math.isnan(metrics.collect()["m"])
+    assert math.isnan(largest(values) or 0.0)
+
+
+def test_the_largest_of_none_is_none() -> None:
+    assert largest(()) is None
+    assert largest([-2.0, -1.0]) == -1.0

@@ -361,3 +361,22 @@ def test_sample_rows_hold_the_completion_only() -> None:
     assert (row["tokens"], row["pieces"], row["logprobs"]) == ([3, 4], ["4", "!"], [-0.1235, None])
     assert row["parts"] == [{"name": "answer", "value": 1.0, "weight": 1.0, "reason": "equal", "outcome": "ok"}]
     json.dumps(row)
+
+
+def test_numbers_of_the_machine_have_panels_and_a_trace_is_listed(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl", attempt=1)
+    measured = {"mfu": 0.41, "train_tokens_per_second_per_device": 9515.0, "communication_wait_seconds": 0.02,
+                "sent_bytes/all_gather": 3e9, "sent_bytes/reduce_scatter": 6e9}  # fmt: skip
+    for step in (1, 2):
+        log.emit("step.done", stage="main", step=step, metrics={name: value * step for name, value in measured.items()})
+    log.emit("trace.written", step=2, file="traces/step-2.trace.json.gz", seconds=0.5, compute_s=0.4, idle_s=0.1,
+             communication_s=0.0, exposed_s=0.0, top=[{"name": "aten::mm", "calls": 3, "seconds": 0.3}])  # fmt: skip
+    data = gather(tmp_path)
+    panels = {panel["id"]: panel for panel in data["panels"]}
+    assert {"mfu", "tokens_per_second", "communication", "sent_bytes"} == set(panels)
+    assert panels["mfu"]["unit"] == "fraction" and panels["sent_bytes"]["unit"] == "bytes"
+    assert [line["metric"] for line in panels["sent_bytes"]["series"]] == [
+        "sent_bytes/all_gather", "sent_bytes/reduce_scatter"
+    ]  # fmt: skip
+    (file,) = data["files"]
+    assert file["name"] == "traces/step-2.trace.json.gz" and "aten::mm" in file["text"] and "Perfetto" in file["text"]

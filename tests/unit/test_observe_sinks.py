@@ -97,3 +97,19 @@ def test_the_room_needs_neither_torch_nor_a_tracker() -> None:
     program = "import sys\n" + "".join(f"import gyre.observe.{name}\n" for name in modules.split())
     program += "print(sorted({'torch', 'tensorboard', 'wandb', 'transformers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_phases_and_memory_have_curves_of_the_first_worker_only() -> None:
+    owners = {"actor.params": {"device": 10, "host": 0, "disk": 0}, "engine.kv": {"device": 0, "host": 7, "disk": 0}}
+    row = {"kind": "memory", "phase": "train", "step": 3, "owners": owners, "device_peak_bytes": 12}
+    curves = {
+        "memory_bytes/train/actor.params": 10.0,
+        "memory_bytes/train/engine.kv": 0.0,
+        "memory_bytes/train/peak": 12.0,
+    }
+    assert scalars(row) == scalars({**row, "worker": "worker-0"}) == curves
+    assert scalars({**row, "worker": "worker-1"}) == {}
+    ended = {"kind": "phase.ended", "phase": "rollout", "depth": 0, "step": 3, "seconds": 1.5}
+    assert scalars(ended) == {"phase_seconds/rollout": 1.5}
+    assert scalars({**ended, "phase": "score/reference", "depth": 1}) == {}
+    assert scalars({name: value for name, value in ended.items() if name != "step"}) == {}

@@ -48,6 +48,8 @@ SETTINGS = Settings(
     page_tokens=64,
     prefix_cache=True,
     completions_per_prompt=8,
+    cluster_kind="ray",
+    max_restarts=2,
 )
 
 
@@ -148,6 +150,23 @@ def test_a_line_whose_feature_is_missing_says_so(feature: str, part: str, name: 
     lacking = replace(SETTINGS, features={**SETTINGS.features, feature: False})
     assert lines(settings=lacking)[part, name].state == "not built"
     assert lines()[part, name].state != "not built"
+
+
+def test_a_layout_that_offloads_needs_offload() -> None:
+    tight = {"gpus": 1, "shape": "qwen3-8b", "fixed": Fixed(offload="optimizer")}
+    assert state(lines(**tight), "Memory optimization") == "on"
+    lacking = replace(SETTINGS, features={**SETTINGS.features, "optimizer offload": False})
+    line = lines(**tight, settings=lacking)["training", "Memory optimization"]
+    assert line.state == "not built" and "optimizer offload: not built" in line.reason
+
+
+def test_the_line_of_faults_follows_the_cluster() -> None:
+    on = lines()["training", "Fault detection"]
+    assert on.state == "on" and "up to 2 times" in on.reason
+    never = lines(settings=replace(SETTINGS, max_restarts=0))["training", "Fault detection"]
+    alone = lines(settings=replace(SETTINGS, cluster_kind="inline"))["training", "Fault detection"]
+    assert never.state == alone.state == "off"
+    assert "cluster.max_restarts = 0" in never.reason and "cluster.kind = inline" in alone.reason
 
 
 def test_features_are_read_from_the_config_as_it_is() -> None:

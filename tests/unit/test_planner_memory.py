@@ -15,6 +15,7 @@ from gyre.models.spec import ModelSpec
 from gyre.planner.hardware import saving_on_cpu
 from gyre.planner.memory import (
     activation_bytes,
+    engine_buffer_bytes,
     engine_bytes,
     forward_bytes,
     kv_bytes_per_page,
@@ -135,7 +136,7 @@ def test_estimates_grow_with_what_they_depend_on() -> None:
 
 def test_working_memory_of_phases() -> None:
     spec = make_spec()
-    size = {"dtype": "float32", "saving": "torch_cpu", "tokens_per_chunk": 1024, "max_running": 32}
+    size = {"dtype": "float32", "saving": "torch_cpu", "tokens_per_chunk": 1024, "page_tokens": 16, "max_running": 32}
     online = working_bytes(make_inputs(spec), **size)
     assert online["handover"] == 0
     assert online["rollout"] == online["evaluate"] > 0
@@ -144,3 +145,16 @@ def test_working_memory_of_phases() -> None:
     assert offline["rollout"] == offline["score"] == 0
     larger = numbers(make_spec(mlp_size=2000))
     assert working_bytes(make_inputs(spec, reward_model=larger), **size)["score"] > online["score"]
+
+
+def test_an_engine_on_a_gpu_keeps_its_buffers_in_every_phase() -> None:
+    """Logits alone are rows × vocabulary; in invariant mode the attention's scratch grows with the context."""
+    spec = make_spec(vocab_size=5000)
+    size = {"dtype": "bfloat16", "tokens_per_chunk": 1024, "page_tokens": 64, "max_running": 32}
+    here, gpu = (working_bytes(make_inputs(spec), saving=saving, **size) for saving in ("c_cpu", "torch_cuda"))
+    kept = engine_buffer_bytes(make_inputs(spec), dtype="bfloat16", page_tokens=64, max_running=32)
+    assert gpu["handover"] == kept > 2 * 32 * 5000
+    assert here["handover"] == 0 and gpu["rollout"] == here["rollout"] + kept
+    assert working_bytes(make_inputs(spec, online=False), saving="torch_cuda", **size)["handover"] == 0
+    invariant = make_inputs(spec, batch_invariant=True)
+    assert engine_buffer_bytes(invariant, dtype="bfloat16", page_tokens=64, max_running=32) > 2 * kept

@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from trainer_cases import OBJECTIVES
+from planner_cases import make_job
+from trainer_cases import OBJECTIVES, SPEC
 from zero_cases import (
     LAYOUTS,
+    alive_bytes,
     evaluate,
     freed_between_passes,
     gathered,
     gathered_dtypes,
     gradients,
     held_bytes,
+    measures,
     moved,
     overflowed,
+    refused_mixture,
     resume,
     saved,
     train,
     with_a_bad_number,
 )
+
+from gyre.planner.layouts import Layout, frozen_bytes, state_bytes
+from gyre.planner.shapes import model_numbers
+from gyre.planner.speed import sent_bytes
 
 # Every layout with the objective that has the most models; every objective with the layouts that differ most.
 PAIRS = [("ppo", layout) for layout in LAYOUTS]
@@ -256,3 +265,76 @@ def test_what_each_layout_holds(ranks):
         for held in ranks.run(held_bytes, "grpo", dtype="bfloat16", layout=layout):
             got = held["actor.params"], held["actor.grads"], held["actor.optimizer"] + held.get("actor.master", 0)
             assert [size / count for size in got] == pytest.approx([params, grads, rest], rel=0.05), layout
+
+
+# What the plan and the metrics say of ranks ------------------------------------------------------------------------------
+
+PLANNED = ("zero0", "zero1", "zero2", "zero3", "hybrid1", "hybrid3")
+
+
+def planned_layout(name: str, *, ranks: int = 4) -> Layout:
+    zero, shard_ranks = LAYOUTS[name].of("actor")
+    return Layout(
+        gpus=ranks,
+        zero=zero,
+        shard_ranks=1 if zero == 0 else shard_ranks or ranks,
+        checkpointing="none",
+        tokens_per_chunk=1000,
+        offload="none",
+    )
+
+
+@pytest.mark.parametrize("layout", PLANNED)
+def test_the_plan_is_what_the_ledger_and_the_tensors_say(ranks, layout):
+    """Bytes of each component, planned and measured, and of every tensor that a rank has when nothing computes."""
+    model, planned = model_numbers(SPEC), planned_layout(layout)
+    expected = state_bytes(model, "bfloat16", planned)
+    expected |= {name: frozen_bytes(model, "bfloat16", planned) for name in ("reference", "reward")}
+    head_bytes = 4 * SPEC.hidden_size  # the reward model's, float32, which the plan does not count
+    for told, alive in ranks.run(alive_bytes, "grpo", dtype="bfloat16", layout=layout):
+        assert sum(told.values()) == pytest.approx(alive, abs=1024), "a tensor that no component has, or the reverse"
+        told["reward"] -= head_bytes
+        assert told == pytest.approx(expected, rel=0.025), "up to the alignment of small tensors in flat buffers"
+
+
+@pytest.mark.parametrize("layout", PLANNED)
+def test_ranks_send_what_the_planner_says(ranks, layout):
+    """By kind of collective, over all ranks; beside it only metrics are shared."""
+    job = replace(make_job("qwen3-0.6b", longest=32, update=100), model=model_numbers(SPEC), dtype="float32")
+    expected: dict[str, int] = {"all_reduce": 0, "all_gather": 0, "reduce_scatter": 0}
+    for name, size in sent_bytes(job, planned_layout(layout)).items():
+        expected[name.removesuffix(" among groups").replace("-", "_")] += size * 4
+    results = ranks.run(measures, "sft", layout=layout, tokens_per_chunk=1000)
+    found = {kind: results[0]["measured"].get(f"sent_bytes/{kind}", 0.0) for kind in expected}
+    assert found == pytest.approx(expected, abs=4096)
+    assert min(expected[kind] for kind in expected if expected[kind]) > 100_000
+    assert all(result["measured"] == results[0]["measured"] for result in results)
+    assert results[0]["measured"]["communication_wait_seconds"] > 0.0
+
+
+def test_ranks_count_the_work_of_one_process_together(ranks):
+    alone = measures(None, "ppo", tokens_per_chunk=40)
+    for layout in ("zero1", "zero3"):
+        results = ranks.run(measures, "ppo", layout=layout, tokens_per_chunk=40)
+        assert sum(result["flops"] for result in results) == pytest.approx(alone["flops"], rel=1e-12)
+
+
+def test_the_first_rank_writes_the_trace(pair, tmp_path):
+    results = pair.run(measures, "sft", layout="zero3", folder=str(tmp_path))
+    ((kind, told),) = results[0]["events"]
+    assert kind == "trace.written" and not results[1]["events"]
+    assert (tmp_path / told["file"]).is_file() and len(list((tmp_path / "traces").iterdir())) == 1
+    assert told["communication_s"] > 0.0 and told["compute_s"] > 0.0
+    assert set(results[0]["measured"]) == {
+        "sent_bytes/all_gather",
+        "sent_bytes/all_reduce",
+        "sent_bytes/reduce_scatter",
+    }
+
+
+def test_ranks_with_different_devices_refuse_each_other(ranks):
+    same = ranks.run(refused_mixture, ["NVIDIA H200"] * 4)
+    assert same == [""] * 4
+    for told in ranks.run(refused_mixture, ["NVIDIA H200", "NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA H200"]):
+        assert "ranks 0, 1, 3 (node-0, node-1): NVIDIA H200 with 1.0 GiB, compute capability 9.0" in told
+        assert "rank 2 (node-1): NVIDIA A100-SXM4-80GB" in told

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from trainer_cases import OF_THE_MACHINE, SPEC, make_batch, make_trainer
 
+from gyre.core.errors import ConfigError
 from gyre.core.records import StepReport, TrainBatch, Which
 from gyre.models.decoder import Decoder
 from gyre.models.heads import ScalarHead
 from gyre.models.init import init_weights
 from gyre.parallel.config import ParallelConfig
+from gyre.parallel.devices import DeviceRecord, refuse_mixture
 from gyre.parallel.group import Group, alone
 from gyre.trainer.native import NativeTrainer
 from gyre.trainer.optim_sharded import SlicedOptimizer
@@ -272,6 +276,49 @@ def freed_between_passes(group: Group) -> tuple[list[int], list[int], bool]:
     after = [weight.untyped_storage().nbytes() for weight in seen]
     logprobs_N.sum().backward()
     return during, after, bool(trainer._models.actor.optimizer.grad_N.any())
+
+
+def measures(group: Group | None, kind: str, *, folder: str = "", **settings: Any) -> dict[str, Any]:
+    """What this rank counted in a step of 12 sequences, what all were told, and what was traced where."""
+    if folder:
+        settings |= {"trace_folder": Path(folder) / "traces", "trace_steps": (1,)}
+    events: list = []
+    trainer = trainer_on(group, kind, events=events, peak_flops=1e12, **settings)
+    meter, counted = trainer._meter, {}
+    join, meter.report = meter.report, lambda **given: counted.update(flops=meter._flops) or join(**given)
+    report = trainer.step_now(replace(batch_for(12, seed=0), step=1))
+    return {**counted, "measured": dict(report.measured), "events": events}
+
+
+def alive_bytes(group: Group | None, kind: str, **settings: Any) -> tuple[dict[str, int], int]:
+    """Bytes of a trainer between two steps: by component, and of all tensors alive that were not before."""
+    gc.collect()
+    before = set(storages_alive())
+    trainer = trainer_on(group, kind, **settings)
+    for step in range(2):
+        trainer.step_now(batch_for(12, seed=step))
+    gc.collect()
+    told = {name: usage.device_bytes for name, usage in trainer.measure().items()}
+    return told, sum(size for storage, size in storages_alive().items() if storage not in before)
+
+
+def storages_alive() -> dict[int, int]:
+    """Bytes of every storage on the CPU that a tensor of this process holds, by its identity."""
+    kinds = torch.Tensor, torch.nn.Parameter
+    tensors = [thing for thing in gc.get_objects() if type(thing) in kinds and thing.device.type == "cpu"]
+    return {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+
+
+def refused_mixture(group: Group, names: list[str]) -> str:
+    """What ranks say whose devices have these names."""
+    record = DeviceRecord(
+        host=f"node-{group.rank // 2}", name=names[group.rank], capability="9.0", memory_bytes=1 << 30
+    )
+    try:
+        refuse_mixture(group, record)
+    except ConfigError as error:
+        return error.message
+    return ""
 
 
 def warmed(group: Group) -> float:

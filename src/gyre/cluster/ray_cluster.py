@@ -10,7 +10,7 @@ import asyncio
 import importlib.util
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Literal
@@ -27,6 +27,7 @@ from gyre.core.records import RoleSpec
 WATCH = "watch"  # the concurrency group that answers while the object is busy
 STOP_S = 20.0  # longest wait for a killed worker to be gone
 MOST_CALLS = 1000  # at a time, per worker
+TYPE_PREFIX = "accelerator_type:"  # of the resource by which Ray names the GPUs of a node
 # Read by Ray when it is imported. The second one is what keeps a local Ray on 127.0.0.1: it means "local only".
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0"}
 LOOPBACK = "127.0.0.1"
@@ -219,6 +220,11 @@ class RayCluster:
         return int(self._ray.cluster_resources().get("GPU", 0))
 
     @property
+    def gpus_by_type(self) -> dict[str, int]:
+        """GPUs of the nodes that are alive, by the type that Ray found ("H200"); "unknown" where it found none."""
+        return count_types([node["Resources"] for node in self._ray.nodes() if node["Alive"]])
+
+    @property
     def num_cpus(self) -> float:
         return float(self._ray.cluster_resources().get("CPU", 0))
 
@@ -285,6 +291,17 @@ class RayCluster:
         """What was asked for and what there is, for an error."""
         total = self._ray.cluster_resources()
         return f"{spec.cpus:g} of {total.get('CPU', 0):g} cores and {spec.gpus:g} of {total.get('GPU', 0):g} GPUs"
+
+
+def count_types(nodes: Sequence[Mapping[str, float]]) -> dict[str, int]:
+    """GPUs by type, from the resources of each node. Pure."""
+    found: dict[str, int] = {}
+    for resources in nodes:
+        names = [name.removeprefix(TYPE_PREFIX) for name in resources if name.startswith(TYPE_PREFIX)]
+        if gpus := int(resources.get("GPU", 0)):
+            kind = " and ".join(sorted(names)) or "unknown"
+            found[kind] = found.get(kind, 0) + gpus
+    return found
 
 
 def refuse_missing_ray() -> None:

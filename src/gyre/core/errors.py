@@ -18,6 +18,7 @@ Faults of ours are assertions, never a GyreError. Callers: every room raises, `c
 from __future__ import annotations
 
 import errno
+from typing import TypeGuard
 
 
 class GyreError(Exception):
@@ -70,6 +71,6 @@ class EngineRefused(GyreError):
     kind = "refused"
 
 
-def is_disk_full(error: BaseException) -> bool:
+def is_disk_full(error: BaseException) -> TypeGuard[OSError]:
     """Whether a write failed for want of space or quota, which a user can mend."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

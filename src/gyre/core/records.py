@@ -254,6 +254,7 @@ class StepReport:
     metrics: Mapping[str, float]
     num_tokens: int  # tokens trained on, padding not counted
     num_updates: int  # optimiser steps taken
+    measured: Mapping[str, float] = field(default_factory=dict, compare=False)  # metrics that the machine decides
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,5 @@
-"""How a step's attention is cut for the GPU kernels. In: positions and chunks. Out: work lists. Pure (numpy). Caller:
-gpu_runner.
+"""How a step's attention is cut for the GPU kernels, and what the GPU runner keeps beside weights and pages. In:
+positions and chunks; sizes. Out: work lists; bytes. Pure (numpy). Callers: gpu_runner, gpu_attention, planner.
 """
 
 # C chunks, I items of a work list
@@ -10,6 +10,8 @@ import numpy as np
 
 from gyre.kernels.gpu.items import INVARIANT_PIECE, ITEM_BITS
 
+SLAB_ITEMS = 16_384  # as in kernels.gpu.slabs, which needs Triton
+SAMPLE_BLOCK_TOKENS = 2048  # as in kernels.gpu.sample
 SMALLEST_PIECE, LARGEST_PIECE = 128, 1024
 MIN_WORK = 400  # (piece, kv head) pairs that keep an H200 busy; measured
 
@@ -49,3 +51,31 @@ def plan_graph_batches(max_running: int) -> tuple[int, ...]:
     """Batch sizes to capture: few, and close enough that padding costs little. The largest is max_running."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, 4097, 128)]
     return (*(size for size in sizes if size < max_running), max_running)
+
+
+def buffer_bytes(
+    *,
+    max_running: int,
+    token_budget: int,
+    pool_tokens: int,
+    page_tokens: int,
+    context_tokens: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    vocab_size: int,
+    logit_bytes: int,
+    invariant: bool,
+) -> int:
+    """Device bytes that the GPU runner has from its start to its end, as gpu_runner and gpu_attention make them: the
+    attention's scratch, the block table, what a step is sent in, the sampler's scratch, logits, tokens on their way to
+    the host."""
+    rows, pages_per_row = max_running, -(-context_tokens // page_tokens)
+    bound_tokens = rows * context_tokens if invariant else pool_tokens
+    items = rows + most_pieces(bound_tokens, num_kv_heads, invariant=invariant)
+    pieces = max(items, SLAB_ITEMS) if invariant else items
+    attention = 4 * pieces * num_heads * (head_dim + 1)
+    table = 4 * (rows + 1) * (pages_per_row + 1)
+    sent = 4 * (items + 3 * rows * pages_per_row + 3 * token_budget + 7 * rows + 2)
+    sampling = rows * (4 * 4 * -(-vocab_size // SAMPLE_BLOCK_TOKENS) + 2 * 4)
+    return attention + table + sent + sampling + rows * (vocab_size * logit_bytes + 3 * 4)

@@ -224,6 +224,7 @@ class Ring:
             **rewards,
             **assembled.metrics,
             **report.metrics,
+            **report.measured,
             "tokens_per_second": report.num_tokens / max(seconds, 1e-9),
             "sampled_tokens": float(sampled),
         }

@@ -77,7 +77,11 @@ class OfflineLoop:
             stage=self._stage.name,
             step=step,
             version=report.version,
-            metrics={**report.metrics, "tokens_per_second": report.num_tokens / max(seconds, 1e-9)},
+            metrics={
+                **report.metrics,
+                **report.measured,
+                "tokens_per_second": report.num_tokens / max(seconds, 1e-9),
+            },
             num_tokens=report.num_tokens,
             num_updates=report.num_updates,
             seconds=round(seconds, 4),

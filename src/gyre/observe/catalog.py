@@ -104,8 +104,36 @@ PANELS = (
         panel_id="tokens_per_second",
         title="Throughput",
         unit="tokens/s",
-        help="Tokens per second of wall time.",
-        metrics=("tokens_per_second", "tokens_per_second/*", "*_tokens_per_second", "tokens_per_s"),
+        help="Tokens per second of wall time: over whole steps, and per device while it trains.",
+        metrics=(
+            "tokens_per_second",
+            "tokens_per_second/*",
+            "*_tokens_per_second",
+            "tokens_per_s",
+            "train_tokens_per_second_per_device",
+        ),
+    ),
+    Panel(
+        panel_id="mfu",
+        title="Model FLOPs used",
+        unit="fraction",
+        help="What the models' arithmetic asks for, by the time of all training and scoring passes and the devices' "
+        "data-sheet rate. Causal attention counts half, work done twice counts once.",
+        metrics=("mfu",),
+    ),
+    Panel(
+        panel_id="communication",
+        title="Communication",
+        unit="s",
+        help="Seconds per step by which collectives made the slowest rank's device wait, late ranks included.",
+        metrics=("communication_wait_seconds",),
+    ),
+    Panel(
+        panel_id="sent_bytes",
+        title="Bytes sent",
+        unit="bytes",
+        help="What the collectives of all ranks sent per step, by kind.",
+        metrics=("sent_bytes/*",),
     ),
     Panel(
         panel_id="learning_rate",
@@ -116,6 +144,9 @@ PANELS = (
     ),
 )
 
+
+# Metrics of `step.done` that a clock decides: two runs that do the same differ in them.
+TIMED = ("tokens_per_second", "train_tokens_per_second_per_device", "mfu", "communication_wait_seconds")
 
 EVAL_MEASURES = ("accuracy", "pair_accuracy", "preference_accuracy", "loss")  # what an evaluation is judged by: the
 # first that it has

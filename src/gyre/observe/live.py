@@ -25,7 +25,7 @@ from gyre.observe.live_state import LiveState, advance
 LINE_INTERVAL_S = 1.0  # plain lines of fast steps come no more often than this
 SPARKS = "▁▂▃▄▅▆▇█"
 SHOWN = (("reward", "reward"), ("accuracy", "accuracy"), ("loss", "loss"), ("length", "length"), ("kl", "KL"),
-         ("tokens_per_second", "tokens/s"))  # fmt: skip
+         ("tokens_per_second", "tokens/s"), ("mfu", "MFU"))  # fmt: skip
 
 
 class Progress(Protocol):
@@ -77,6 +77,8 @@ class LineProgress:
         elif kind == "step.done" and (state.step == state.steps or row["t"] - self._last_line_t >= LINE_INTERVAL_S):
             self._last_line_t = row["t"]
             self._print(step_line(state))
+        elif kind == "trace.written":
+            self._print("\n".join(trace_lines(row)))
         elif kind == "attempt.started" and row.get("resumed_from"):
             self._print(f"resumed as attempt {row['attempt']}")
         if state.num_counted > counted:
@@ -107,6 +109,8 @@ class PanelProgress:
         if self._live is None and self._state.done is None:
             self._live = Live(get_renderable=self.render, console=self._console, refresh_per_second=4, transient=True)
             self._live.start()
+        if row["kind"] == "trace.written":  # in a terminal it scrolls by above the panel
+            self._console.print("\n".join(trace_lines(row)), markup=False, highlight=False, soft_wrap=True)
         if row["kind"] == "run.done":
             self.close()
 
@@ -142,6 +146,21 @@ def eval_line(row: Mapping[str, Any]) -> str:
     return f"eval: {eval_title(name, judged[0])} {show_measure(*judged)}{over(row)} at step {row.get('step', 0)}"
 
 
+def trace_lines(row: Mapping[str, Any]) -> list[str]:
+    """Return what a traced step's time went into, as lines of plain text."""
+    parts = {
+        "computing": "compute_s",
+        "communicating": "communication_s",
+        "of it exposed": "exposed_s",
+        "idle": "idle_s",
+    }
+    spent = ", ".join(f"{name} {float(row.get(key) or 0.0):.4f} s" for name, key in parts.items())
+    lines = [f"trace of step {row.get('step')}: {row.get('file')}, {float(row.get('seconds') or 0.0):.4f} s: {spent}"]
+    for entry in row.get("top") or ():
+        lines.append(f"  {entry['seconds']:>10.6f} s  {entry['calls']:>7} ×  {entry['name']}")
+    return lines
+
+
 def event_detail(row: Mapping[str, Any]) -> str:
     """Return the fields of an event that are its own."""
     own = {name: value for name, value in row.items() if name not in RESERVED | {"counted"}}
@@ -157,7 +176,7 @@ def shown_metrics(state: LiveState) -> list[tuple[str, float]]:
 
 
 def show_metric(label: str, value: float) -> str:
-    return f"{value:.1%}" if label == "accuracy" else show_number(value)
+    return f"{value:.1%}" if label in ("accuracy", "MFU") else show_number(value)
 
 
 def render_panel(state: LiveState, now_t: float) -> RenderableType:

@@ -4,6 +4,8 @@ name, the same however the observations were split over chunks or ranks. Callers
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -22,6 +24,17 @@ class Tally:
         return self.value / self.weight if self.reduction == "mean" and self.weight else self.value
 
 
+def largest(values: Iterable[float]) -> float | None:
+    """The largest, or NaN when one is: Python's max would hide it behind whatever stands first. None of none."""
+    seen = tuple(values)
+    return keep_nan(max, seen) if seen else None
+
+
+def keep_nan(choose: Callable[[Iterable[float]], float], values: Sequence[float]) -> float:
+    """What `choose` (max or min) says of these, at least one; NaN when one is."""
+    return math.nan if any(math.isnan(value) for value in values) else choose(values)
+
+
 def merge(first: Tally, second: Tally) -> Tally:
     """Join two tallies of one metric. Associative; commutative too, "last" apart, where the second is the later."""
     assert first.reduction == second.reduction, "one metric has one reduction"
@@ -29,9 +42,9 @@ def merge(first: Tally, second: Tally) -> Tally:
     if first.reduction in ("sum", "mean"):
         value = first.value + second.value
     elif first.reduction == "max":
-        value = max(first.value, second.value)
+        value = keep_nan(max, (first.value, second.value))
     elif first.reduction == "min":
-        value = min(first.value, second.value)
+        value = keep_nan(min, (first.value, second.value))
     else:
         value = second.value if second.weight else first.value
     return replace(first, value=value, weight=weight)

@@ -22,7 +22,7 @@ from typing import Any
 
 from gyre.core.errors import InputError
 from gyre.observe.events import LiveRows, count_events, is_counted, read_events, weight_of
-from gyre.observe.live import event_detail, over, show_measure, show_seconds
+from gyre.observe.live import event_detail, over, show_measure, show_seconds, trace_lines
 from gyre.observe.report_curves import curve_panels, outcomes
 from gyre.observe.report_samples import samples
 from gyre.observe.report_story import Story, tell
@@ -164,6 +164,9 @@ def run_files(folder: Path, story: Story) -> list[dict[str, Any]]:
     """Return the texts that say what was asked, what was decided and where it ran."""
     names = ["config.toml", "overrides.txt", *sorted(path.name for path in folder.glob("plan*.json"))]
     texts = [(name, _read_text(folder / name)) for name in names]
+    for told in story.of_kind("trace.written"):
+        opened = "Open the file with Perfetto (ui.perfetto.dev) or chrome://tracing."
+        texts.append((str(told.row.get("file")), "\n".join((opened, "", *trace_lines(told.row)))))
     started = _last_row(story, "run.started")
     if started.get("hardware"):
         machine = {key: started[key] for key in ("device", "dtype", "threads", "hardware") if key in started}

@@ -1,7 +1,9 @@
 """Sinks: curves for the trackers that people know. In: event rows. Out: TensorBoard files, W&B runs.
 
-Both show `step.done` as METRIC and `eval.done` as eval/NAME/METRIC, each stage by itself. Neither package is imported
-unless it is asked for. Callers: `wire`, which subscribes `sink.write` to the event log and closes the sink at the end.
+Both show `step.done` as METRIC, `eval.done` as eval/NAME/METRIC, the seconds of a phase as phase_seconds/PHASE and what
+each owner holds on the device in it as memory_bytes/PHASE/OWNER, each stage by itself; of a run's workers the first.
+Neither package is imported unless it is asked for. Callers: `wire`, which subscribes `sink.write` to the event log and
+closes the sink at the end.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from typing import Any, Literal, Protocol
 from gyre.core.errors import ConfigError
 from gyre.observe.events import RESERVED
 from gyre.observe.jsonl import as_number
+
+FIRST_WORKER = "worker-0"  # all workers of a run do the same
 
 
 class Sink(Protocol):
@@ -35,6 +39,12 @@ def scalars(row: Mapping[str, Any]) -> dict[str, float]:
         fields = {**(detail if isinstance(detail, Mapping) else {}), **row}
         own = {name: value for name, value in fields.items() if name not in RESERVED | {"step", "name", "stage"}}
         numbers = {f"eval/{row.get('name', 'eval')}/{name}": as_number(value) for name, value in own.items()}
+    elif row["kind"] == "phase.ended" and row.get("depth") == 0 and "step" in row:
+        numbers = {f"phase_seconds/{row.get('phase')}": as_number(row.get("seconds"))}
+    elif row["kind"] == "memory" and row.get("worker", FIRST_WORKER) == FIRST_WORKER:
+        held = {owner: tiers.get("device") for owner, tiers in (row.get("owners") or {}).items()}
+        held["peak"] = row.get("device_peak_bytes")
+        numbers = {f"memory_bytes/{row.get('phase')}/{owner}": as_number(size) for owner, size in held.items()}
     else:
         return {}
     return {name: value for name, value in numbers.items() if value is not None}

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from gyre.core.errors import RankError
 from gyre.parallel.faults import FaultBoard
+from gyre.parallel.traffic import Kind, Traffic
 
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 LOST = ("gloo", "NCCL", "nccl", "ProcessGroup", "onnection", "imed out", "imeout", "abort")
@@ -37,9 +38,11 @@ class Group:
         device: torch.device,
         process_group: dist.ProcessGroup | None = None,
         board: FaultBoard | None = None,
+        traffic: Traffic | None = None,
     ) -> None:
         self.name, self.rank, self.size, self.device = name, rank, size, device
         self._group, self._board = process_group, board
+        self.traffic = traffic or Traffic()  # of all groups of this rank
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -55,12 +58,13 @@ class Group:
             device=self.device,
             process_group=process_group,
             board=self._board,
+            traffic=self.traffic,
         )
 
     def all_reduce(self, x_N: Tensor, op: Literal["sum", "max"] = "sum") -> None:
         """Sum (or largest) over the ranks, in place."""
         if self.size > 1:
-            self._run("all_reduce", lambda: dist.all_reduce(x_N, OPS[op], group=self._group, async_op=True))
+            self._run("all_reduce", x_N, lambda: dist.all_reduce(x_N, OPS[op], group=self._group, async_op=True))
 
     def reduce_scatter(self, x_SN: Tensor) -> Tensor:
         """Make this rank's slice of `x_SN` the sum of all ranks' slices there, and return it; the rest is scratch."""
@@ -70,7 +74,9 @@ class Group:
             return own_N
         # NCCL writes over its input where the slice lies; gloo needs another place.
         out_N = own_N if x_SN.device.type == "cuda" else torch.empty_like(own_N)
-        self._run("reduce_scatter", lambda: dist.reduce_scatter_tensor(out_N, x_SN, group=self._group, async_op=True))
+        self._run(
+            "reduce_scatter", x_SN, lambda: dist.reduce_scatter_tensor(out_N, x_SN, group=self._group, async_op=True)
+        )
         return own_N if out_N is own_N else own_N.copy_(out_N)
 
     def all_gather(self, x_SN: Tensor, own_N: Tensor) -> None:
@@ -78,12 +84,14 @@ class Group:
         if self.size == 1:
             x_SN.copy_(own_N)
             return
-        self._run("all_gather", lambda: dist.all_gather_into_tensor(x_SN, own_N, group=self._group, async_op=True))
+        self._run(
+            "all_gather", x_SN, lambda: dist.all_gather_into_tensor(x_SN, own_N, group=self._group, async_op=True)
+        )
 
     def broadcast(self, x_N: Tensor, source: int) -> None:
         """Rank `source`'s numbers to all, in place."""
         if self.size > 1:
-            self._run("broadcast", lambda: dist.broadcast(x_N, group=self._group, group_src=source, async_op=True))
+            self._run("broadcast", x_N, lambda: dist.broadcast(x_N, group=self._group, group_src=source, async_op=True))
 
     def barrier(self) -> None:
         """Return when every rank is here."""
@@ -146,12 +154,15 @@ class Group:
         if self._board is not None and self._board.broken:
             raise _Lost(f"{what}: {self._board.broken}")
 
-    def _run(self, what: str, start: Callable[[], dist.Work | None]) -> None:
+    def _run(self, what: Kind, whole: Tensor, start: Callable[[], dist.Work | None]) -> None:
+        """`whole`: the tensor that all ranks make together."""
         self.check(what)
+        size_bytes = whole.numel() * whole.element_size()
         try:
-            work = start()
-            if work is not None:
-                work.wait()
+            with self.traffic.collective(what, size_bytes, self.size, whole.device):
+                work = start()
+                if work is not None:
+                    work.wait()
         except RuntimeError as error:
             raise _Lost(f"{what} in group '{self.name}' ({self.size} ranks): {str(error).splitlines()[0]}") from error
 

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
-from gyre.core.errors import RankError
+from gyre.core.errors import ConfigError, RankError
+from gyre.parallel.devices import read_device, refuse_mixture
 from gyre.parallel.faults import FaultBoard
 from gyre.parallel.group import Group
 
@@ -54,7 +55,8 @@ def hold_store(host: str = "127.0.0.1", *, timeout_s: float = 60.0) -> TCPStore:
 
 
 def join(seat: Seat) -> Group:
-    """Become a rank; returns when all ranks have. RankError when they have not by the deadline."""
+    """Become a rank; returns when all ranks have. RankError when they have not by the deadline, ConfigError when they
+    have different kinds of devices."""
     timeout = timedelta(seconds=seat.timeout_s)
     if seat.device.type == "cuda":
         torch.cuda.set_device(seat.device)
@@ -82,6 +84,10 @@ def join(seat: Seat) -> Group:
             board=board,
         )
         world.barrier()
+        refuse_mixture(world, read_device(seat.device))
+    except ConfigError:
+        leave(world)
+        raise
     except RuntimeError as error:
         raise RankError(
             f"rank {seat.rank} of {seat.world_size} could not join round '{seat.round_id}' at "

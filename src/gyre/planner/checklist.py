@@ -31,6 +31,8 @@ class Settings:
     page_tokens: int
     prefix_cache: bool
     completions_per_prompt: int
+    max_restarts: int  # of a run whose ranks or engines die
+    cluster_kind: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,8 +135,10 @@ def _memory(choice: Choice, settings: Settings) -> Line:
     )
     if not layout.zero and layout.offload == "none":
         return Line(name="Memory optimization", state="off", reason=reason)
-    needed = "ZeRO" if layout.zero else "optimizer offload"
-    return Line(name="Memory optimization", state=_state(needed, settings), reason=reason)
+    needed = (["ZeRO"] if layout.zero else []) + (["optimizer offload"] if layout.offload != "none" else [])
+    missing = [feature for feature in needed if not settings.features[feature]]
+    reason += "".join(f"; {feature}: not built" for feature in missing)
+    return Line(name="Memory optimization", state="not built" if missing else "on", reason=reason)
 
 
 def _checkpointing(choice: Choice, settings: Settings) -> Line:
@@ -201,9 +205,17 @@ def _snapshots(settings: Settings) -> Line:
 
 
 def _faults(settings: Settings) -> Line:
-    built = settings.features["restart by itself"]
-    reason = "a lost rank restarts from the last snapshot" if built else "go on by hand with gyre train --resume"
-    return Line(name="Fault detection", state="on" if built else "not built", reason=reason)
+    name, by_hand = "Fault detection", "go on by hand with gyre train --resume"
+    if not settings.features["restart by itself"]:
+        return Line(name=name, state="not built", reason=by_hand)
+    if settings.cluster_kind != "ray":
+        reason = f"cluster.kind = {settings.cluster_kind}: nobody watches one process; {by_hand}"
+        return Line(name=name, state="off", reason=reason)
+    watched = "a rank that dies, hangs or raises ends the step by name"
+    if not settings.max_restarts:
+        return Line(name=name, state="off", reason=f"{watched}; cluster.max_restarts = 0: {by_hand}")
+    reason = f"{watched}, and the run goes on from its newest snapshot, up to {settings.max_restarts} times"
+    return Line(name=name, state="on", reason=reason)
 
 
 def _state(feature: str, settings: Settings) -> State:

@@ -195,7 +195,12 @@ def _chunk_candidates(inputs: PlanInputs, device: DeviceKind, per_update: int) -
 def _try(inputs: PlanInputs, base: _Base, residency: Residency, tokens: int, *, whole_kv: bool) -> _Trial:
     """The phases under these sizes. MemoryBudgetError if they don't fit."""
     working = working_bytes(
-        inputs, dtype=base.dtype, saving=base.saving, tokens_per_chunk=tokens, max_running=base.max_running
+        inputs,
+        dtype=base.dtype,
+        saving=base.saving,
+        tokens_per_chunk=tokens,
+        page_tokens=base.page_tokens,
+        max_running=base.max_running,
     )
     pages = _kv_pages(inputs, base, residency, working["rollout"], whole=whole_kv)
     components = predict_components(inputs, dtype=base.dtype, page_tokens=base.page_tokens, kv_pages=pages)

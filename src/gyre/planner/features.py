@@ -25,7 +25,7 @@ FEATURES: Mapping[str, str] = MappingProxyType(
         "overlapped data loading": "data.prefetch",
         "asynchronous snapshots": "snapshot.background",
         "sharded snapshots": "snapshot.sharded",
-        "restart by itself": "cluster.restarts",
+        "restart by itself": "cluster.max_restarts",
         "quantised weights": "engine.quantise",
         "speculative decoding": "engine.speculate",
         "tensor parallel engine": "engine.tensor_ranks",

@@ -8,6 +8,7 @@ from bench/records and from the survey of trainers; the other GPUs take the H200
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -112,3 +113,27 @@ def find_gpu(name: str) -> Gpu:
     near = difflib.get_close_matches(key, GPUS, n=1, cutoff=0.5)
     meant = f"; did you mean {near[0]}?" if near else ""
     raise ConfigError(f"--gpu {name}: no GPU of that name is known{meant}", hint=f"known: {', '.join(GPUS)}")
+
+
+# Words of a driver's name that say nothing of the speed. What is not among them (NVL, Laptop, MIG, D) is another part.
+PLAIN_WORDS = re.compile(r"nvidia|tesla|geforce|sxm\d?|pcie?|hbm\d\w?|\d+gb?")
+
+
+def recognise_gpu(device_name: str) -> Gpu | None:
+    """The GPU that a driver calls so, such as "NVIDIA A100-SXM4-80GB". None for what the table does not have."""
+    words = re.split(r"[\s\-]+", device_name.lower())
+    told = {re.sub(r"^(\d+)gb$", r"\1g", word) for word in words}
+    fitting = [
+        gpu
+        for gpu in GPUS.values()
+        if (named := set(gpu.name.split("-"))) <= told and all(PLAIN_WORDS.fullmatch(word) for word in told - named)
+    ]
+    return max(fitting, key=lambda gpu: gpu.name.count("-"), default=None)
+
+
+def peak_flops(device_name: str, dtype: str) -> float | None:
+    """Data-sheet FLOPs per second of a device in a torch dtype ("bfloat16"), dense: the base of MFU, with FP8 layers
+    too. None where none is known, as for float32 and for CPUs."""
+    gpu = recognise_gpu(device_name)
+    rates = {} if gpu is None else {"bfloat16": gpu.bf16_flops, "float16": gpu.fp16_flops}
+    return rates.get(dtype) or None

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 from gyre.core.records import Checkpointing, Matmul, Phase, Tier
 from gyre.engine.config import plan_num_slots
+from gyre.engine.gpu_layout import buffer_bytes
 from gyre.planner.activations import (
     ITEM_BYTES,
     again_bytes,
@@ -68,15 +69,37 @@ def engine_bytes(model: ModelNumbers, dtype: Dtype, *, tokens: int, running: int
     return layer + gathered + sampling
 
 
+def engine_buffer_bytes(inputs: PlanInputs, *, dtype: Dtype, page_tokens: int, max_running: int) -> int:
+    """What an engine on a GPU keeps from its start to its end, beside weights, pages and graphs. It stays in every
+    phase: graphs have its addresses."""
+    model, longest = inputs.model, inputs.max_prompt_tokens + inputs.max_completion_tokens
+    return buffer_bytes(
+        max_running=max_running,
+        token_budget=inputs.engine_tokens_per_step,
+        pool_tokens=max_running * longest,
+        page_tokens=page_tokens,
+        context_tokens=model.context_tokens,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        vocab_size=model.vocab_size,
+        logit_bytes=ITEM_BYTES[dtype],
+        invariant=inputs.batch_invariant,
+    )
+
+
 def working_bytes(
-    inputs: PlanInputs, *, dtype: Dtype, saving: Saving, tokens_per_chunk: int, max_running: int
+    inputs: PlanInputs, *, dtype: Dtype, saving: Saving, tokens_per_chunk: int, page_tokens: int, max_running: int
 ) -> dict[Phase, int]:
-    """Device bytes beside the components, by phase."""
+    """Device bytes beside the components, by phase; on a GPU with the engine's buffers, which stay in all of them."""
     model, longest = inputs.model, inputs.max_prompt_tokens + inputs.max_completion_tokens
     scored = [model] + ([inputs.reward_model] if inputs.reward_model is not None else [])
     score = max(forward_bytes(m, dtype, tokens_per_chunk, longest=longest, saving=saving) for m in scored)
     generate = engine_bytes(model, dtype, tokens=inputs.engine_tokens_per_step, running=max_running, longest=longest)
-    return {
+    kept = 0
+    if inputs.online and saving in ("triton", "torch_cuda"):
+        kept = engine_buffer_bytes(inputs, dtype=dtype, page_tokens=page_tokens, max_running=max_running)
+    passing: dict[Phase, int] = {
         "rollout": generate if inputs.online else 0,
         "score": score if inputs.online or inputs.reference else 0,
         "train": activation_bytes(
@@ -91,6 +114,7 @@ def working_bytes(
         "handover": 0,
         "evaluate": generate if inputs.online else score,
     }
+    return {phase: size + kept for phase, size in passing.items()}
 
 
 def predict_components(

@@ -56,6 +56,7 @@ class Engine:
     kv_bytes_per_token: int
     working_bytes: int  # a step's temporaries and logits
     graph_bytes: int  # private pools of CUDA graphs
+    buffer_bytes: int = 0  # scratch, staging and logits with fixed addresses, which the graphs have
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,14 +132,15 @@ def phase_moments(job: Job, layout: Layout, residency: Residency, running: int) 
     """Every instant of an iteration. "resident": nothing leaves the device. "phase": what a phase does not need is on
     the host, or destroyed. `running` completions of full length hold pages."""
     frozen, engine = _frozen(job, layout), _engine(job, layout, running)
-    stays = residency == "resident"
+    stays, always = residency == "resident", _fixed(job)
     moments = [
         _start_moment(job, layout, engine if stays else None),
-        *train_moments(job, layout, frozen | engine if stays else None),
+        *train_moments(job, layout, frozen | engine if stays else always),
     ]
     if job.engine is not None or frozen:
         states = _resident(job, layout)
-        beside = states | engine if stays else {n: s for n, s in states.items() if n.endswith(".params")}
+        parked = {name: size for name, size in states.items() if name.endswith(".params")}
+        beside = states | engine if stays else parked | always
         moments.append(_score_moment(job, layout, beside | frozen))
     if job.engine is not None:
         parts = (_resident(job, layout) | frozen if stays else {}) | engine
@@ -231,11 +233,18 @@ def _visiting(job: Job, layout: Layout) -> int:
 
 
 def _engine(job: Job, layout: Layout, running: int) -> dict[str, int]:
-    """What generation keeps on the device: weights of its own where the trainer's are in shards, pages, graphs."""
+    """What generation has on the device: weights of its own where the trainer's are in shards, pages, what is fixed."""
     if job.engine is None:
         return {}
     own = 0 if layout.zero < 2 else ITEM_BYTES[job.dtype] * job.model.num_parameters
-    return {"engine.weights": own, "engine.kv": running * page_bytes(job), "engine.graphs": job.engine.graph_bytes}
+    return {"engine.weights": own, "engine.kv": running * page_bytes(job)} | _fixed(job)
+
+
+def _fixed(job: Job) -> dict[str, int]:
+    """What the engine keeps in every phase, whatever is parked: graphs, and the buffers whose addresses they have."""
+    if job.engine is None:
+        return {}
+    return {"engine.graphs": job.engine.graph_bytes, "engine.buffers": job.engine.buffer_bytes}
 
 
 def _is_whole(name: str) -> bool:

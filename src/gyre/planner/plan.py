@@ -113,6 +113,7 @@ class PlanInputs:
     kv_host_bytes: int = 0  # of host memory for KV of preempted completions
     max_running: int | None = None  # completions that hold pages at the same time
     engine_tokens_per_step: int = 2048
+    batch_invariant: bool = False
     residency: Residency | None = None
     device_budget_bytes: int | None = None
     host_budget_bytes: int | None = None

@@ -59,20 +59,20 @@ def forward_flops(job: Job) -> tuple[float, float, float]:
 
 def sent_bytes(job: Job, layout: Layout) -> dict[str, int]:
     """Bytes that each rank sends per update, by collective, with the ring factors (n - 1) / n. The gradient is reduced
-    in float32, weights are gathered in the compute dtype or, those of layers, in 8 bits."""
+    in float32, weights are gathered in the compute dtype; under ZeRO-3 twice per chunk, embedding and head once. FSDP2
+    (ZeRO-2, 3) gathers layers in 8 bits where they are multiplied so."""
     count, root = job.model.num_parameters * job.copies, root_parameters(job.model) * job.copies
-    gathered = ITEM_BYTES[job.dtype] * root + layer_item_bytes(job.dtype, job.matmul) * (count - root)
+    item = ITEM_BYTES[job.dtype]
     ring = (layout.shard_ranks - 1) / layout.shard_ranks
     chunks = chunks_per_update(job, layout)
     if layout.gpus == 1:
         return {}
     if layout.zero == 0:
         return {"all-reduce": int(2 * (layout.gpus - 1) / layout.gpus * FLOAT * count)}
-    reduces, gathers = {1: (1, 1), 2: (chunks, 1), 3: (chunks, 2 * chunks)}[layout.zero]
-    sent = {
-        "reduce-scatter": int(ring * FLOAT * count * reduces),
-        "all-gather": int(ring * gathered * gathers),
-    }
+    reduces = 1 if layout.zero == 1 else chunks
+    layers = (layer_item_bytes(job.dtype, job.matmul) if layout.zero >= 2 else item) * (count - root)
+    gathered = item * root + layers if layout.zero < 3 else chunks * (item * root + 2 * layers)
+    sent = {"reduce-scatter": int(ring * FLOAT * count * reduces), "all-gather": int(ring * gathered)}
     if layout.hybrid:
         among = 2 * (layout.replicas - 1) / layout.replicas
         sent["all-reduce among groups"] = int(among * FLOAT * count / layout.shard_ranks * reduces)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from gyre.core.config import Section
 from gyre.core.records import Checkpointing, Matmul
@@ -50,6 +50,9 @@ class TrainerConfig(Section):
     floats, each operand scaled by its largest number; for a GPU of compute capability 8.9 or more, and slowly on a CPU.
     Embedding, head, norms and attention stay in run.dtype, as do matrices with a size that 16 does not divide; master
     weights and the engine's weights are the same either way."""
+    trace_steps: tuple[int, ...] = ()
+    """Loop steps whose training is traced with torch.profiler, on the first rank: RUN/traces/step-N.trace.json.gz,
+    which Perfetto and chrome://tracing open. A traced step is slower. A cold start has none."""
     reference: Literal["none", "initial"] = "initial"
     """What the KL term and DPO compare with: a copy of the weights that the stage began with. It is made only for an
     objective that needs one; none forbids it, for data that brings its own reference log-probs."""
@@ -57,6 +60,13 @@ class TrainerConfig(Section):
     """Replace the reference by the policy every n loop steps; 0 never."""
     reference_moving_average: float = Field(default=0.0, ge=0.0, lt=1.0)
     """After each loop step reference = this × reference + (1 − this) × policy; 0 turns it off."""
+
+    @model_validator(mode="after")
+    def check_traced(self) -> TrainerConfig:
+        outside = [step for step in self.trace_steps if not 1 <= step <= self.steps]
+        if outside:
+            raise ValueError(f"trace_steps = {list(self.trace_steps)}: need loop steps from 1 to {self.steps}")
+        return self
 
 
 class SnapshotConfig(Section):

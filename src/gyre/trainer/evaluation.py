@@ -17,6 +17,7 @@ from gyre.parallel.group import Group
 from gyre.trainer.batches import EpochPlan, Planner
 from gyre.trainer.chunk import check_columns
 from gyre.trainer.config import TrainerConfig
+from gyre.trainer.measures import Meter
 from gyre.trainer.passes import logprobs_of, scores_of, values_of
 from gyre.trainer.reference import Reference
 from gyre.trainer.tenancy import ScoredModel, Tenancy
@@ -37,10 +38,11 @@ class Evaluator:
         planner: Planner,
         tenancy: Tenancy,
         group: Group,
+        meter: Meter,
     ) -> None:
         self._objective, self._config, self._models = objective, config, models
         self._reference, self._reward_model = reference, reward_model
-        self._planner, self._tenancy, self._group = planner, tenancy, group
+        self._planner, self._tenancy, self._group, self._meter = planner, tenancy, group, meter
 
     def evaluate(self, batch: TrainBatch, which: Which) -> Evaluation:
         """Log-probs and values are packed as by the first epoch of a step, so that equal weights give equal bits."""
@@ -53,6 +55,7 @@ class Evaluator:
         critic = self._models.critic
         assert critic is not None and critic.head is not None, f"objective {self._objective.kind} has no critic"
         self._tenancy.need("critic.params")
+        self._meter.count(critic.decoder.spec, plan.chunks, scalar=True, backward=False)
         given = sequences, plan.chunks, self._group, critic.float8
         values, last_values = values_of(critic.decoder, critic.head, *given)
         return Evaluation(which=which, per_token=values, per_sequence=last_values)
@@ -86,6 +89,7 @@ class Evaluator:
     def _logprobs(self, which: Which, sequences: Sequence[TrainSequence], plan: EpochPlan) -> tuple[np.ndarray, ...]:
         if which == "policy":
             self._tenancy.need("actor.params")
+            self._meter.count(self._models.actor.decoder.spec, plan.chunks, scalar=False, backward=False)
             return logprobs_of(self._models.actor.decoder, sequences, plan.chunks, self._group, self._models.logprobs)
         if self._reference is None:
             raise ConfigError(
@@ -94,6 +98,7 @@ class Evaluator:
                 hint="set trainer.reference = 'initial', or give each sequence a column reference_logprobs",
             )
         self._tenancy.need("reference")
+        self._meter.count(self._reference.decoder.spec, plan.chunks, scalar=False, backward=False)
         return logprobs_of(self._reference.decoder, sequences, plan.chunks, self._group, self._models.logprobs)
 
     def _scores(self, sequences: Sequence[TrainSequence]) -> np.ndarray:
@@ -104,4 +109,5 @@ class Evaluator:
         assert head is not None, "this trainer was given no reward model"
         self._tenancy.need("reward" if self._reward_model else "actor.params")
         chunks = self._planner.whole(sequences, decoder.spec.vocab_size)
+        self._meter.count(decoder.spec, chunks, scalar=True, backward=False)
         return scores_of(decoder, head, len(sequences), chunks, self._group, float8)

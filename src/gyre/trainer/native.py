@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,11 +52,13 @@ from gyre.trainer.evaluation import Evaluator
 from gyre.trainer.float8 import projection_shapes
 from gyre.trainer.learner import HEAD_PREFIX, Learner
 from gyre.trainer.loss_scale import LossScale
+from gyre.trainer.measures import SENT, Meter
 from gyre.trainer.passes import ChunkLogprobs, chunk_logprobs
 from gyre.trainer.reference import Reference
 from gyre.trainer.schedule import learning_rate_factor
 from gyre.trainer.start import blank_copy, is_blank, start_frozen
 from gyre.trainer.tenancy import ScoredModel, Tenancy
+from gyre.trainer.trace import Tracer
 from gyre.trainer.update import Models, Totals, collect_gradients
 from gyre.vram.pools import Take
 from gyre.weights.gather import ShardSource
@@ -87,6 +90,8 @@ class NativeTrainer:
         group: Group | None = None,
         parallel: ParallelConfig | None = None,
         logprobs: ChunkLogprobs | None = None,
+        peak_flops: float | None = None,
+        trace_folder: Path | None = None,
     ) -> None:
         """`head` continues a reward model under objective rm; `critic` one under ppo: without them the head starts at
         zero and the critic's trunk as a copy of the actor. `reward_model` is what evaluate(…, "reward") asks.
@@ -96,8 +101,8 @@ class NativeTrainer:
         a disk tier; `parked` ones leave the device as soon as they are made. `logprobs` is how actor and reference
         compute a chunk's log-probs, if not as usual. `group`: the ranks that train together (`parallel.start.join`).
         Each has a NativeTrainer made with the same arguments and weights, and every rank calls every method, with the
-        same global batch. `parallel` says how their models lie
-        over them."""
+        same global batch. `parallel` says how their models lie over them. `peak_flops`: of the device per second in the
+        compute dtype, for MFU. `trace_folder`: where the first rank puts the traces that the config asks for."""
         self._objective, self._config, self._seed = objective, config, seed
         self._compute, self._emit, self._shared = compute, emit, shared
         self._group = group or alone(decoder.device)
@@ -133,6 +138,9 @@ class NativeTrainer:
             rank=self._group.rank,
             num_ranks=self._group.size,
         )
+        self._meter = Meter(self._group, peak_flops=peak_flops)
+        folder = trace_folder if self._group.rank == 0 else None
+        self._tracer = Tracer(folder, config.trace_steps, device=device, emit=emit)
         self._evaluator = Evaluator(
             objective=objective,
             config=config,
@@ -142,6 +150,7 @@ class NativeTrainer:
             planner=self._planner,
             tenancy=self._tenancy,
             group=self._group,
+            meter=self._meter,
         )
 
     def _start(
@@ -276,7 +285,14 @@ class NativeTrainer:
         """The body of `step`."""
         self._assert_filled()
         with self._group.guard(f"step {batch.step}"):
-            return self._step(batch)
+            with self._tracer.around(batch.step), self._meter.working():
+                started_s = time.perf_counter()
+                report = self._step(batch)
+                step_s = time.perf_counter() - started_s
+            measured = self._meter.report(num_tokens=report.num_tokens, step_s=step_s)
+        if batch.step in self._config.trace_steps:  # the profiler makes it slower: its times say nothing
+            measured = {name: value for name, value in measured.items() if name.startswith(SENT)}
+        return replace(report, measured=measured)
 
     def _step(self, batch: TrainBatch) -> StepReport:
         self._tenancy.need("actor.", "critic.")
@@ -309,6 +325,8 @@ class NativeTrainer:
         given = self._models, self._objective, update.chunks, update.denominator
         found = collect_gradients(*given, loss_scale=scale)
         for learner in self._models.learners:
+            spec, scalar = learner.decoder.spec, learner.head is not None
+            self._meter.count(spec, update.chunks, scalar=scalar, backward=True)
             learner.optimizer.reduce()
         norms = {learner.name: learner.optimizer.grad_norm() / scale for learner in self._models.learners}
         self._group.check(f"update of step {step}")  # a sum over ranks that were lost looks like any other number
@@ -377,7 +395,7 @@ class NativeTrainer:
     def evaluate_now(self, batch: TrainBatch, which: Which) -> Evaluation:
         """The body of `evaluate`."""
         self._assert_filled()
-        with self._group.guard(f"evaluation of '{which}'"):
+        with self._group.guard(f"evaluation of '{which}'"), self._meter.working():
             return self._evaluator.evaluate(batch, which)
 
     def _whole_tensors(self, take: Take | None) -> dict[str, Tensor]:

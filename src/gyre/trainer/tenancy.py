@@ -75,9 +75,9 @@ class Tenancy(PoolTenant):
 
     @contextlib.contextmanager
     def all_on_device(self, prefix: str) -> Iterator[None]:
-        """Bring one model's components to the device for a while, but for gradients."""
+        """Bring one model's components to the device for a while."""
         with contextlib.ExitStack() as stack:
             for name in self.tiers():
-                if name.startswith(prefix) and not name.endswith(".grads"):
+                if name.startswith(prefix):
                     stack.enter_context(self.on_device(name))
             yield

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gyre.objectives.api import AnyObjective, LossInputs, add_sums, finish_sums, loss_sum, trains_scores
+from gyre.observe.metrics import largest
 from gyre.parallel.group import Group
 from gyre.trainer.chunk import Chunk
 from gyre.trainer.learner import Learner
@@ -63,15 +64,15 @@ class Totals:
 
     def finish(self, group: Group) -> dict[str, float]:
         """Metrics over all ranks, the same on each."""
-        gap = max((float(gap) for gap in self._gaps), default=-1.0)
+        gap = largest(float(gap) for gap in self._gaps)
         sums = self._sums
         if group.size > 1:
             shared = group.share({"gap": gap, "sums": {name: pair.tolist() for name, pair in sums.items()}})
-            gap, sums = max(one["gap"] for one in shared), {}
+            gap, sums = largest(one["gap"] for one in shared if one["gap"] is not None), {}
             for one in shared:
                 sums = add_sums(sums, {name: torch.tensor(p, dtype=torch.float64) for name, p in one["sums"].items()})
         metrics = finish_sums(sums) | {"skipped_updates": float(self._skipped)}
-        if gap >= 0.0:
+        if gap is not None:
             metrics["logprob_gap_max"] = gap
         for learner in self._norms[0] if self._norms else ():
             name = "grad_norm" if learner == "actor" else f"{learner}_grad_norm"

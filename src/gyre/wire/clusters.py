@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gyre.cluster.config import ClusterConfig
 from gyre.core.errors import ConfigError
-from gyre.engine.config import EngineConfig, plan_engine
+from gyre.engine.config import PAGE_TOKENS, EngineConfig, plan_engine
 from gyre.models.spec import ModelSpec
 from gyre.parallel.config import Zero
 from gyre.planner.candidates import Cluster, Fixed
@@ -19,18 +20,19 @@ from gyre.planner.checklist import Settings, inference_lines, training_lines
 from gyre.planner.describe import as_mapping, describe
 from gyre.planner.features import built_features
 from gyre.planner.gpus import Gpu, find_gpu
-from gyre.planner.memory import ITEM_BYTES, engine_bytes
+from gyre.planner.memory import ITEM_BYTES, engine_buffer_bytes, engine_bytes
 from gyre.planner.moments import MIB, Engine, Job
 from gyre.planner.plan import Dtype, PlanInputs, Saving, best_dtype
 from gyre.planner.search import Choice, choose
-from gyre.planner.shapes import find_shape, model_numbers
+from gyre.planner.shapes import SHAPES, find_shape, model_numbers
 from gyre.planner.sizes import check_lengths, longest_sequence
 from gyre.runconfig import RunConfig
 from gyre.trainer.config import SnapshotConfig
 from gyre.wire.make import Emit, find_spec, make_tokenizer
 from gyre.wire.stages import Stage, StageData, load_stage_data, plan_stages, read_inputs
 
-GRAPH_BYTES = 256 * MIB  # private pools of the engine's graphs beside their logits; an estimate
+STRETCH = 4  # times the published context: what the Qwen3 model cards state for YaRN (arXiv 2309.00071)
+GRAPH_BYTES = 256 * MIB  # private pools of the engine's graphs; an estimate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,12 +67,18 @@ def read_stages(config: RunConfig) -> tuple[ModelSpec, list[tuple[Stage, StageDa
 def plan_shape(request: Request) -> dict[str, Any]:
     """Supervised training of a published shape on full sequences."""
     if request.shape is None:
-        raise ConfigError("nothing to plan for: neither a config nor a shape", hint="give RUN.toml or --shape qwen3-8b")
-    spec, cluster = find_shape(request.shape), request.cluster()
-    if not 1 <= request.sequence_tokens <= spec.context_tokens:
         raise ConfigError(
-            f"--sequence-tokens {request.sequence_tokens}: {request.shape} takes 1 to {spec.context_tokens} tokens"
+            "nothing to plan for: neither a config nor a shape",
+            hint=f"give RUN.toml, or --shape with one of {', '.join(SHAPES)}",
         )
+    spec, cluster = find_shape(request.shape), request.cluster()
+    longest, published = request.sequence_tokens, spec.context_tokens
+    if not 1 <= longest <= STRETCH * published:
+        raise ConfigError(
+            f"--sequence-tokens {longest}: {request.shape} was published for {published} tokens; accepted are 1 to "
+            f"{STRETCH * published}, which a stretched rotary embedding can reach"
+        )
+    stretched = f"{longest} tokens are beyond the published {published}: the model's rotary embedding must be stretched"
     if request.update_tokens < 1:
         raise ConfigError(f"--update-tokens {request.update_tokens}: need at least 1")
     job = Job(
@@ -82,9 +90,10 @@ def plan_shape(request: Request) -> dict[str, Any]:
         tokens_per_update=request.update_tokens,
         most_tokens_per_update=request.update_tokens,
     )
-    settings = _settings(EngineConfig(), SnapshotConfig(), completions_per_prompt=1)
+    settings = _settings(EngineConfig(), SnapshotConfig(), ClusterConfig(), cluster, completions_per_prompt=1)
     fixed = Fixed(zero=request.zero, shard_ranks=request.shard_ranks)
-    return _answer({request.shape: (choose(job, cluster, fixed), settings)}, spec)
+    notes = [stretched] if longest > published else []
+    return _answer({request.shape: (choose(job, cluster, fixed), settings)}, spec, notes)
 
 
 def plan_stages_for(
@@ -94,7 +103,8 @@ def plan_stages_for(
     spec = find_shape(request.shape) if request.shape is not None else spec
     cluster = request.cluster()
     dtype = _dtype(None if config.run.dtype == "auto" else config.run.dtype, cluster.gpu)
-    settings = _settings(config.engine, config.snapshot, completions_per_prompt=config.rollout.completions_per_prompt)
+    sizes = {"completions_per_prompt": config.rollout.completions_per_prompt}
+    settings = _settings(config.engine, config.snapshot, config.cluster, cluster, **sizes)
     found = {}
     for stage, data in stages:
         inputs = read_inputs(config, stage, model_numbers(spec), data, dtype=dtype)
@@ -127,15 +137,18 @@ def make_job(inputs: PlanInputs, dtype: Dtype, cluster: Cluster) -> Job:
     generated = inputs.max_completion_tokens // 2
     engine = None
     if inputs.online:
-        running = min(inputs.max_running or sequences, -(-sequences // cluster.gpus))
+        most = inputs.max_running or sequences
+        running = min(most, -(-sequences // cluster.gpus))
         model, tokens = inputs.model, inputs.engine_tokens_per_step
-        logits = running * model.vocab_size * ITEM_BYTES["float32"]
         engine = Engine(
             running=running,
             longest=longest,
             kv_bytes_per_token=2 * model.num_layers * model.kv_size * ITEM_BYTES[dtype],
             working_bytes=engine_bytes(model, dtype, tokens=tokens, running=running, longest=0),
-            graph_bytes=GRAPH_BYTES + logits,
+            graph_bytes=GRAPH_BYTES,
+            buffer_bytes=engine_buffer_bytes(
+                inputs, dtype=dtype, page_tokens=inputs.page_tokens or PAGE_TOKENS["cuda"], max_running=most
+            ),
         )
     return Job(
         model=inputs.model,
@@ -173,7 +186,15 @@ def _saving(dtype: Dtype) -> Saving:
     return "torch_cuda" if dtype == "float32" else "triton"
 
 
-def _settings(engine: EngineConfig, snapshot: SnapshotConfig, *, completions_per_prompt: int) -> Settings:
+def _settings(
+    engine: EngineConfig,
+    snapshot: SnapshotConfig,
+    workers: ClusterConfig,
+    cluster: Cluster,
+    *,
+    completions_per_prompt: int,
+) -> Settings:
+    """Several GPUs are workers of Ray, whatever the config says: it is read for one GPU or for as many as there are."""
     decided = plan_engine(engine, device_type="cuda")
     return Settings(
         features=built_features(RunConfig),
@@ -184,11 +205,13 @@ def _settings(engine: EngineConfig, snapshot: SnapshotConfig, *, completions_per
         page_tokens=decided.page_tokens,
         prefix_cache=decided.prefix_cache,
         completions_per_prompt=completions_per_prompt,
+        cluster_kind="ray" if cluster.gpus > 1 else workers.kind,
+        max_restarts=workers.max_restarts,
     )
 
 
-def _answer(found: dict[str, tuple[Choice, Settings]], spec: ModelSpec) -> dict[str, Any]:
-    texts, stages = [], {}
+def _answer(found: dict[str, tuple[Choice, Settings]], spec: ModelSpec, notes: Sequence[str] = ()) -> dict[str, Any]:
+    texts, stages = [f"note: {note}\n" for note in notes], {}
     for name, (choice, settings) in found.items():
         training, inference = training_lines(choice, settings), inference_lines(choice, settings)
         texts.append(f"== {name} ==\n\n{describe(choice, training, inference)}")
@@ -196,5 +219,6 @@ def _answer(found: dict[str, tuple[Choice, Settings]], spec: ModelSpec) -> dict[
     return {
         "text": "\n".join(texts),
         "stages": stages,
+        "notes": list(notes),
         "model": {"family": spec.family, "num_parameters": spec.num_parameters},
     }

@@ -10,12 +10,15 @@ import contextlib
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from gyre.core.records import Phase
 from gyre.core.seeds import derive_seed
 from gyre.engine.native import NativeEngine
 from gyre.models.checkpoint import Checkpoint
 from gyre.models.decoder import Decoder
 from gyre.parallel.group import Group, alone
+from gyre.planner.gpus import peak_flops
 from gyre.planner.plan import Plan
 from gyre.runconfig import RunConfig
 from gyre.trainer.native import NativeTrainer
@@ -79,8 +82,16 @@ class Device:
                 group=self._group or alone(self._machine.device),
                 parallel=self._config.parallel,
                 logprobs=self._logprobs(stage),
+                peak_flops=self._peak_flops(),
+                trace_folder=self._folder / "traces",
             )
         return self.trainer
+
+    def _peak_flops(self) -> float | None:
+        device = self._machine.device
+        if device.type != "cuda":
+            return None
+        return peak_flops(torch.cuda.get_device_name(device), str(self._machine.dtype).removeprefix("torch."))
 
     def _logprobs(self, stage: Stage) -> ChunkLogprobs | None:
         """The engine's own kernels in batch-invariant mode, which `check_invariant` has found able."""
@@ -137,6 +148,7 @@ class Device:
             return policy
         decoder = Decoder(policy.spec, device=self._machine.device, dtype=self._machine.dtype)
         with self._group.guard("end of the stage"):
+            self.trainer.move(["actor.params"], "device")  # the last phase may have parked it
             _, source = self.trainer.register()
             assert isinstance(source, ShardSource)
             source.gather_into({name: parameter.detach() for name, parameter in decoder.named_parameters()})

@@ -81,6 +81,12 @@ class Fleet:
                 f"{wanted} workers need {cores:g} cores and {gpus} GPUs, the cluster offers {offered}",
                 hint="lower cluster.num_workers, cluster.engine_workers or cluster.cpus_per_worker",
             )
+        if self.on_gpus and (mixture := find_mixed_types(self.cluster.gpus_by_type, self.num_workers)):
+            asyncio.run(self.close())
+            raise ConfigError(
+                f"{self.num_workers} trainer ranks need GPUs of one type, the cluster has {mixture}",
+                hint="set cluster.num_workers to what one type has, or join a cluster of one type",
+            )
 
 
 class Spread:
@@ -271,6 +277,14 @@ async def _all_or_first_error(works: Iterable[Coroutine[Any, Any, Result]]) -> l
             raise RankError(f"a worker could not be started: {error}", hint=HINT) from error
         raise error
     return [task.result() for task in tasks]
+
+
+def find_mixed_types(gpus_by_type: Mapping[str, int], num_ranks: int) -> str:
+    """What the cluster has of each type, when no type has enough for all ranks; "" when one has. Pure. Ray may still
+    place ranks on two types where one has enough: then they refuse it themselves when they meet."""
+    if len(gpus_by_type) < 2 or max(gpus_by_type.values()) >= num_ranks:
+        return ""
+    return ", ".join(f"{count} × {kind}" for kind, count in sorted(gpus_by_type.items()))
 
 
 def _refuse_unsupported(config: RunConfig) -> None:

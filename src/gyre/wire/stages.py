@@ -221,6 +221,7 @@ def read_inputs(
         kv_host_bytes=config.engine.kv_host_bytes,
         max_running=config.engine.max_running,
         engine_tokens_per_step=config.engine.token_budget,
+        batch_invariant=config.engine.batch_invariant,
         residency=None if memory.residency == "auto" else memory.residency,
         device_budget_bytes=None if memory.device_budget_bytes == "auto" else memory.device_budget_bytes,
         host_budget_bytes=None if memory.host_budget_bytes == "auto" else memory.host_budget_bytes,

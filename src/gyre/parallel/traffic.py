@@ -1,0 +1,85 @@
+"""Traffic: what the collectives of this rank send, and how long they make it wait. In: each collective, by its kind and
+tensors. Out: bytes by kind, seconds. Callers: parallel.group around its own collectives, trainer.parallelise around
+those of FSDP2; trainer.measures reads.
+
+Bytes are those of the ring algorithms, by n ranks: a gather or a scatter of W bytes in all sends (n - 1)/n · W, an
+all-reduce of W twice that, a broadcast W. The planner predicts the same (`planner.speed.sent_bytes`).
+
+On a CPU a collective makes the rank wait from the call to its end, the wait for ranks that come later included. On a
+GPU the compute stream waits: between two events around the collective, read when the stream is idle anyway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
+
+import torch
+
+Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """Since the last time that somebody asked."""
+
+    bytes_by_kind: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    wait_s: float | None = 0.0  # None: some collectives ran beside the computation and nobody timed its waits
+
+
+def ring_bytes(kind: Kind, whole_bytes: int, ranks: int) -> int:
+    """Bytes that one rank sends. `whole_bytes`: of the tensor that is reduced or broadcast, of all slices together
+    where it is gathered or scattered."""
+    if ranks <= 1:
+        return 0
+    if kind == "broadcast":
+        return whole_bytes
+    once = whole_bytes * (ranks - 1) // ranks
+    return 2 * once if kind == "all_reduce" else once
+
+
+class Traffic:
+    """Counter of one rank, shared by all of its groups. For the thread that runs the collectives."""
+
+    def __init__(self) -> None:
+        self._bytes: dict[str, int] = {}
+        self._wait_s, self._timed = 0.0, True
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextlib.contextmanager
+    def collective(self, kind: Kind, whole_bytes: int, ranks: int, device: torch.device) -> Iterator[None]:
+        """Around one whose result is waited for inside."""
+        self.count(kind, whole_bytes, ranks)
+        if device.type == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            yield
+            end.record()
+            self._events.append((begin, end))
+            return
+        started_s = time.perf_counter()
+        yield
+        self._wait_s += time.perf_counter() - started_s
+
+    def count(self, kind: Kind, whole_bytes: int, ranks: int) -> None:
+        """Bytes alone."""
+        self._bytes[kind] = self._bytes.get(kind, 0) + ring_bytes(kind, whole_bytes, ranks)
+
+    def overlapped(self) -> None:
+        """A collective runs beside the computation, on a stream of its own: what it costs only a profiler knows."""
+        self._timed = False
+
+    def take(self) -> Sent:
+        """What came together since the last call. On a GPU the stream must have passed the last collective, or this
+        waits for it."""
+        wait_s = self._wait_s
+        if self._events:
+            self._events[-1][1].synchronize()
+            wait_s += sum(begin.elapsed_time(end) for begin, end in self._events) / 1e3
+        sent = Sent(bytes_by_kind=MappingProxyType(self._bytes), wait_s=wait_s if self._timed else None)
+        self._bytes, self._wait_s, self._timed, self._events = {}, 0.0, True, []
+        return sent
