@@ -135,7 +135,13 @@ def report(args: argparse.Namespace, spec: ModelSpec, measured: dict[str, int], 
     on_gpu = device.type == "cuda"
     checkpointing: Checkpointing = args.checkpointing
     layout = Layout(
-        gpus=1, zero=0, shard_ranks=1, checkpointing=checkpointing, tokens_per_chunk=args.tokens, offload="none"
+        gpus=1,
+        zero=0,
+        shard_ranks=1,
+        checkpointing=checkpointing,
+        tokens_per_chunk=args.tokens,
+        offload_optimizer="none",
+        offload_gradients=False,
     )
     tokens = args.chunks * args.tokens
     job = Job(

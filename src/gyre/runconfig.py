@@ -115,6 +115,8 @@ class RunConfig(Section):
                 f"trainer.sequences_per_update = {self.trainer.sequences_per_update}: pairs stay together, "
                 "give an even number"
             )
+        if self.trainer.offload_optimizer == "disk" and not self.memory.disk_folder:
+            raise ValueError("trainer.offload_optimizer = 'disk' needs a folder for its file: set memory.disk_folder")
         compares = isinstance(objective, GrpoConfig) and objective.baseline != "none"
         if size < 2 and (compares or (objective.kind == "dpo" and needs_rollouts(objective))):
             raise ValueError(
@@ -162,7 +164,8 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def apply_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the tree with each "a.b=c" set; c is read as TOML, or as a plain text where that fails. A number in the
+    """Return the tree with each "a.b=c" set; c is read as TOML, or as a plain text, line breaks and all, where that
+    fails. A number in the
     path counts the tables of a list from 0, as in "rewards.parts.1.weight=0.2". Of model.path and model.shape, which
     exclude each other, the one that is set drops the one that the file has."""
     changed = copy.deepcopy(dict(tree))
@@ -177,9 +180,9 @@ def apply_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[s
         last = path[-1]
         if not isinstance(node, dict):
             _step_into(node, last, override)
-            node[int(last)] = _read_value(text.strip())
+            node[int(last)] = _read_value(text.strip(" \t"))
         else:
-            node[last] = _read_value(text.strip())
+            node[last] = _read_value(text.strip(" \t"))
         for kept, dropped in (("path", "shape"), ("shape", "path")):
             if path[:2] == ["model", kept]:
                 changed["model"].pop(dropped, None)

@@ -20,6 +20,7 @@ if torch.cuda.is_available():
     from gyre.kernels.rope import rope_tables
 
 DEVICE = torch.device("cuda")
+PAGES = [16, 32, 64, 128]  # tokens
 HEADS = [(16, 8, 128), (32, 8, 128), (28, 4, 128), (8, 8, 64), (14, 2, 64), (4, 1, 32)]  # H, K, D
 
 
@@ -45,7 +46,7 @@ def make_pages(rng, lengths, num_kv, head_dim, page_tokens, dtype):
 
 
 @pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("page_tokens", [16, 64, 128])
+@pytest.mark.parametrize("page_tokens", PAGES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_decode_attention(heads, page_tokens, dtype) -> None:
     (num_heads, num_kv, head_dim), rng = heads, np.random.default_rng(page_tokens + heads[0])
@@ -74,7 +75,7 @@ def test_decode_attention(heads, page_tokens, dtype) -> None:
 
 
 @pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("page_tokens", [64, 128])
+@pytest.mark.parametrize("page_tokens", PAGES)
 def test_prefill_attention(heads, page_tokens) -> None:
     (num_heads, num_kv, head_dim), rng = heads, np.random.default_rng(page_tokens + heads[0])
     starts = np.array([0, 0, 1, 63, 64, 200, 500])
@@ -115,13 +116,14 @@ def test_norm_and_gate_round_as_the_decoder_does(width) -> None:
 
 
 @pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("page_tokens", PAGES)
 @pytest.mark.parametrize("norms", [True, False])
-def test_turn_and_write(heads, norms) -> None:
+def test_turn_and_write(heads, page_tokens, norms) -> None:
     from gyre.kernels.norm import rms_norm_forward
     from gyre.kernels.rope import rope_frequencies, turn
 
-    (num_heads, num_kv, head_dim), page_tokens = heads, 16
-    positions, rows = int32([0, 15, 16, 500, -1]), int32([0, 1, 2, 3, 4])
+    num_heads, num_kv, head_dim = heads
+    positions, rows = int32([0, page_tokens - 1, page_tokens, 500, -1]), int32([0, 1, 2, 3, 4])
     table = torch.arange(1, 161, dtype=torch.int32, device=DEVICE).view(5, 32)
     pages = torch.full((161, 2, num_kv, page_tokens, head_dim), 7.0, device=DEVICE, dtype=torch.bfloat16)
     qkv = torch.randn(5, num_heads + 2 * num_kv, head_dim, device=DEVICE, dtype=torch.bfloat16)
@@ -146,6 +148,19 @@ def test_turn_and_write(heads, norms) -> None:
     assert torch.allclose(pages[page, 0, :, slot].float(), expected_k.float(), rtol=0.02, atol=0.02)
     assert torch.equal(pages[page, 1, :, slot], before[:4, -num_kv:])
     assert (pages != 7.0).any(-1).sum() == 4 * 2 * num_kv, "nothing else was written"
+
+
+def test_arrays_that_are_sent_begin_on_16_bytes() -> None:
+    """Triton compiles a kernel anew for a pointer that is aligned otherwise."""
+    from gyre.kernels.gpu.slabs import cut_slabs, send
+
+    arrays = [np.arange(count) for count in (1, 3, 0, 4, 5, 17)]
+    for sent, array in zip(send(DEVICE, *arrays), arrays, strict=True):
+        assert sent.data_ptr() % 16 == 0 and sent.dtype == torch.int32 and sent.tolist() == array.tolist()
+    (slab,) = cut_slabs(np.arange(5) % 3, np.arange(5) * 300, longest_tokens=1500, device=DEVICE)
+    work = slab.work
+    for sent in (work.row_B, work.position_B, work.first_B, work.item_I, work.size_2):
+        assert sent.data_ptr() % 16 == 0
 
 
 def test_enter_pages() -> None:

@@ -280,7 +280,7 @@ class Story:
 
 
 def read_story(run: Path) -> Story:
-    from gyre.observe.catalog import TIMED
+    from gyre.observe.catalog import is_measured
     from gyre.observe.events import read_events
     from gyre.observe.samples import read_samples
 
@@ -288,7 +288,7 @@ def read_story(run: Path) -> Story:
     steps = [
         {
             **{name: row[name] for name in ("stage", "step", "version", "num_tokens", "num_updates")},
-            "metrics": {name: value for name, value in row["metrics"].items() if name not in TIMED},
+            "metrics": {name: value for name, value in row["metrics"].items() if not is_measured(name)},
         }
         for row in rows
         if row["kind"] == "step.done"

@@ -61,6 +61,21 @@ FLAWS = """(() => {
   return flaws;
 })()"""
 
+# Words of ordinary length that stand on two lines.
+BROKEN_WORDS = r"""(() => {
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), range = document.createRange(), broken = [];
+  for (let node = walker.nextNode(); node; node = walker.nextNode()) {
+    if (node.parentElement.closest("svg, script, style, pre") || !node.parentElement.getClientRects().length) continue;
+    for (const word of node.textContent.matchAll(/[\p{L}\p{N}_.,]{2,24}(?![\p{L}\p{N}_.,])/gu)) {
+      range.setStart(node, word.index);
+      range.setEnd(node, word.index + word[0].length);
+      const lines = new Set([...range.getClientRects()].filter((box) => box.width > 0).map((box) => Math.round(box.top)));
+      if (lines.size > 1) broken.push(`${node.parentElement.closest("[class]").className}: ${word[0]}`);
+    }
+  }
+  return broken;
+})()"""
+
 # Left end, middle height and width of the first curve, brought into view.
 FIRST_PLOT = """(() => {
   const plot = document.querySelector("#curves .plot");
@@ -92,12 +107,13 @@ def quiet(browser: chromium.Chromium) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("width", [320, 390, 768, 1024, 1280, 1920])
-def test_nothing_overlaps_or_is_cut(browser: chromium.Chromium, report: Path, width: int, dark: bool) -> None:
+@pytest.mark.parametrize("width", [320, 390, 768, 900, 1024, 1280, 1920])
+def test_nothing_overlaps_is_cut_or_broken(browser: chromium.Chromium, report: Path, width: int, dark: bool) -> None:
     browser.open(report, width=width, height=900, dark=dark)
     browser.script("document.querySelectorAll('details').forEach((node) => { node.open = true; })")
     browser.settle()
     assert browser.script(FLAWS) == []
+    assert browser.script(BROKEN_WORDS) == []
     assert browser.script("document.querySelectorAll('#curves .plot path').length") > 20
 
 

@@ -24,6 +24,10 @@ CPU = torch.device("cpu")
 
 
 def make_decoder(seed: int) -> Decoder:
+    return make_decoder_of(vocab_size=60, context_tokens=256, seed=seed)
+
+
+def make_decoder_of(*, vocab_size: int, context_tokens: int, seed: int = 0) -> Decoder:
     shape = ShapeConfig(
         family="qwen3",
         hidden_size=32,
@@ -33,9 +37,10 @@ def make_decoder(seed: int) -> Decoder:
         head_dim=16,
         mlp_size=48,
         tied=True,
-        context_tokens=256,
+        context_tokens=context_tokens,
     )
-    decoder = Decoder(spec_from_shape(shape, vocab_size=60, bos_id=None, eos_ids=()), device=CPU, dtype=torch.float32)
+    spec = spec_from_shape(shape, vocab_size=vocab_size, bos_id=None, eos_ids=())
+    decoder = Decoder(spec, device=CPU, dtype=torch.float32)
     init_weights(decoder, seed)
     with torch.no_grad():
         for parameter in decoder.parameters():

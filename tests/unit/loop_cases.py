@@ -18,7 +18,7 @@ from gyre.loop.controller import Ring, RingConfig
 from gyre.loop.ports import Observers, Parts, StageSpec
 from gyre.loop.resume import Progress, from_snapshot
 from gyre.objectives.config import AnyObjective, GrpoConfig
-from gyre.observe.catalog import TIMED
+from gyre.observe.catalog import is_measured
 from gyre.observe.events import EventLog, next_attempt, read_events
 from gyre.observe.samples import SampleLog, read_samples
 from gyre.observe.spans import Spans
@@ -251,7 +251,7 @@ class Bench:
                 "version": row["version"],
                 "num_tokens": row["num_tokens"],
                 "num_updates": row["num_updates"],
-                **{name: value for name, value in row["metrics"].items() if name not in TIMED},
+                **{name: value for name, value in row["metrics"].items() if not is_measured(name)},
             }
             for row in self.rows("step.done")
         ]

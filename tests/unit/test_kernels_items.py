@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gyre.kernels.gpu.items import ITEM_BITS, cut_pieces, lay_out_pages
+from gyre.kernels.gpu.items import ALIGN, ITEM_BITS, align, cut_pieces, lay_out_pages, pack
 
 LENGTHS = st.lists(st.integers(0, 5000), min_size=1, max_size=30)
 
@@ -37,3 +37,12 @@ def test_every_token_has_a_slot_of_its_own(lengths, page_tokens):
     assert len(set(slots)) == len(slots) and all(page < num_pages for page, _ in slots)
     assert num_pages * page_tokens < sum(lengths) + len(lengths) * page_tokens or not num_pages
     assert (table_SP >= 0).all() and (table_SP < max(1, num_pages)).all()
+
+
+@given(st.lists(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=9), max_size=6))
+def test_arrays_sent_together_are_whole_and_each_begins_on_16_bytes(values):
+    flat, spans = pack([np.array(array, dtype=np.int64) for array in values])
+    assert flat.dtype == np.int32 and [flat[span].tolist() for span in spans] == values
+    assert all(span.start * flat.itemsize % 16 == 0 for span in spans)
+    assert len(flat) <= sum(len(array) + ALIGN - 1 for array in values)
+    assert all(align(len(array)) % ALIGN == 0 and align(len(array)) - len(array) in range(ALIGN) for array in values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -10,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from gyre.core.errors import ConfigError
-from gyre.observe.events import EventLog
-from gyre.observe.sinks import TensorBoardSink, WandbSink, scalars
+from gyre.observe.config import ObserveConfig
+from gyre.observe.events import EventLog, is_counted
+from gyre.observe.sinks import TensorBoardSink, WandbSink, refuse_trackers, scalars
 
 
 def feed(sink: TensorBoardSink | WandbSink, folder: Path) -> None:
@@ -75,6 +77,58 @@ def test_wandb_offline_keeps_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     while not all(name in files[0].read_bytes() for name in expected):
         assert time.monotonic() < end, f"{files[0]} does not hold {expected}"
         time.sleep(0.05)
+
+
+LOGGED_OUT = """
+import sys
+from pathlib import Path
+from gyre.core.errors import ConfigError
+from gyre.observe.config import ObserveConfig
+from gyre.observe.sinks import WandbSink, refuse_trackers
+try:
+    refuse_trackers(ObserveConfig(wandb="online"))
+except ConfigError as error:
+    print("refused:", error.message, error.hint)
+refuse_trackers(ObserveConfig(wandb="online", wandb_without_login="offline"))
+sink = WandbSink(Path(sys.argv[1]), project="p", name="n", mode="online", emit=lambda kind, **more: print(kind, more))
+sink.close()
+"""
+
+
+def test_wandb_without_a_login_is_refused_or_kept_offline_and_never_asks(tmp_path: Path) -> None:
+    """On a terminal of its own, where W&B would ask and wait for ever."""
+    home = {name: str(tmp_path / "home") for name in ("HOME", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR")}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "NETRC"))} | home
+    (tmp_path / "home").mkdir()
+    terminal, theirs = os.openpty()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", LOGGED_OUT, str(tmp_path / "run")],
+            stdin=theirs,
+            stdout=subprocess.PIPE,
+            stderr=theirs,
+            env=environment,
+            cwd=tmp_path,
+            start_new_session=True,
+            timeout=120,
+            check=False,
+        )
+    finally:
+        os.close(theirs)
+        os.close(terminal)
+    said = done.stdout.decode()
+    assert done.returncode == 0, said
+    assert "refused: observe.wandb" in said and "wandb login" in said and "wandb_without_login" in said
+    assert "fallback.wandb_offline" in said and is_counted({"kind": "fallback.wandb_offline"})
+    assert list((tmp_path / "run" / "wandb").glob("offline-run-*"))
+
+
+def test_trackers_that_are_off_are_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: None)
+    refuse_trackers(ObserveConfig())
+    for asked in (ObserveConfig(tensorboard=True), ObserveConfig(wandb="offline")):
+        with pytest.raises(ConfigError, match="not installed"):
+            refuse_trackers(asked)
 
 
 @pytest.mark.parametrize("package", ["tensorboard", "wandb"])

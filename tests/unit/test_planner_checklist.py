@@ -121,6 +121,18 @@ def test_what_auto_means_for_a_gpu() -> None:
         assert ("FP16 compute" in found["text"]) == (dtype == "float16")
 
 
+def test_the_memory_line_says_what_is_offloaded_and_why() -> None:
+    many, one = lines(8), lines(1, longest=8192)
+    assert "offload off: the states fit" in many["training", "Memory optimization"].reason
+    found = one["training", "Memory optimization"]
+    assert found.state == "on"
+    assert 'offload on (trainer.offload_optimizer = "host"), nothing faster fits without' in found.reason
+    fixed = Fixed(offload_optimizer="disk", offload_gradients=True)
+    given = lines(1, longest=8192, fixed=fixed)["training", "Memory optimization"].reason
+    assert '"disk" and trainer.offload_gradients = true), as the config says' in given
+    assert "of pinned host memory and 91.5" in given and "under memory.disk_folder" in given
+
+
 def test_lines_follow_the_engine() -> None:
     offline, online = lines(), lines(engine=ENGINE)
     for name in ("Continuous batching", "PagedAttention", "Prefix caching"):
@@ -153,7 +165,7 @@ def test_a_line_whose_feature_is_missing_says_so(feature: str, part: str, name: 
 
 
 def test_a_layout_that_offloads_needs_offload() -> None:
-    tight = {"gpus": 1, "shape": "qwen3-8b", "fixed": Fixed(offload="optimizer")}
+    tight = {"gpus": 1, "shape": "qwen3-8b", "fixed": Fixed(offload_optimizer="host")}
     assert state(lines(**tight), "Memory optimization") == "on"
     lacking = replace(SETTINGS, features={**SETTINGS.features, "optimizer offload": False})
     line = lines(**tight, settings=lacking)["training", "Memory optimization"]

@@ -19,6 +19,7 @@ from gyre.planner.moments import (
     Engine,
     Moment,
     device_bytes_of,
+    disk_bytes_of,
     host_bytes_of,
     page_bytes,
     phase_moments,
@@ -39,7 +40,8 @@ def make_layout(**changes) -> Layout:
         "shard_ranks": 8,
         "checkpointing": "none",
         "tokens_per_chunk": 8192,
-        "offload": "none",
+        "offload_optimizer": "none",
+        "offload_gradients": False,
     }
     return Layout(**{**base, **changes})
 
@@ -123,19 +125,21 @@ def test_sharded_states_are_the_surveys_bytes_per_parameter() -> None:
 
 
 layouts = st.builds(
-    lambda zero, split, mode, chunks, offload: make_layout(
+    lambda zero, split, mode, chunks, optimizer, gradients: make_layout(
         gpus=8,
         zero=zero,
         shard_ranks=1 if zero == 0 else split,
         checkpointing=mode,
         tokens_per_chunk=2048 * chunks,
-        offload=offload,
+        offload_optimizer=optimizer,
+        offload_gradients=gradients,
     ),
     st.sampled_from([0, 1, 2, 3]),
     st.sampled_from([2, 4, 8]),
     st.sampled_from(["none", "selective", "full"]),
     st.integers(1, 16),
-    st.sampled_from(["none", "optimizer", "all"]),
+    st.sampled_from(["none", "host", "disk"]),
+    st.booleans(),
 )
 
 
@@ -158,14 +162,16 @@ def test_peaks_grow_and_shrink_with_what_they_depend_on(layout: Layout, shape: s
         wider = replace(layout, gpus=2 * layout.gpus, shard_ranks=2 * layout.shard_ranks)
         assert peak(job, wider) <= here
         assert peak(job, replace(layout, zero=3)) <= peak(job, replace(layout, zero=2))
-    order = {"none": 0, "optimizer": 1, "all": 2}
-    for offload in order:
-        if order[offload] > order[layout.offload]:
-            moved = replace(layout, offload=offload)
-            assert sum(m.allocated_bytes for m in train_moments(job, moved)[:3]) <= sum(
-                m.allocated_bytes for m in train_moments(job, layout)[:3]
-            )
-            assert host_bytes_of(job, moved, "resident") >= host_bytes_of(job, layout, "resident")
+    bare = replace(layout, offload_optimizer="none", offload_gradients=False)
+    away = away_bytes(state_bytes(model, "bfloat16", layout), layout)
+    staging = 3 * job.offload_cut_bytes
+    for here_, there in zip(train_moments(job, layout), train_moments(job, bare), strict=True):
+        saved = there.allocated_bytes - here_.allocated_bytes
+        assert sum(away.values()) - staging <= saved <= sum(away.values())
+    on_disk = disk_bytes_of(job, layout)
+    on_host = host_bytes_of(job, layout, "resident")
+    assert sum(away.values()) <= on_disk + on_host <= sum(away.values()) + staging + 2 * job.offload_cut_bytes
+    assert bool(on_disk) == (layout.offload_optimizer == "disk")
     everything = sum(state_bytes(model, "bfloat16", layout).values())
     on_device = everything - sum(away_bytes(state_bytes(model, "bfloat16", layout), layout).values())
     for moment in train_moments(job, layout):

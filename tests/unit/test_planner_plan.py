@@ -308,6 +308,32 @@ def test_this_machine_can_be_planned_for(tmp_path: Path) -> None:
     assert plan.hardware == hardware
 
 
+def test_a_model_that_does_not_fit_is_offered_the_least_offloading_that_does() -> None:
+    """Activations are small here: what is in the way are 16 bytes per parameter."""
+    inputs = ask(online=False, reference=False, prompts_per_step=1, completions_per_prompt=1, dtype="float32")
+    tight = replace(inputs, offload_cut_bytes=1 << 16, host_budget_bytes=1 << 30)
+    train = make_plan(tight, LAPTOP).working["train"]
+    offers = []
+    for bytes_per_parameter in (15, 7, 3):
+        small = replace(tight, device_budget_bytes=train + bytes_per_parameter * MODEL.num_parameters + MIB)
+        with pytest.raises(MemoryBudgetError) as caught:
+            make_plan(small, LAPTOP)
+        offers.append("; it fits with ".join(caught.value.hint.split("; it fits with ")[1:]))
+        if not offers[-1]:
+            continue
+        fitting = replace(small, offload_optimizer="host", offload_gradients="gradients" in offers[-1])
+        plan = make_plan(fitting, LAPTOP)
+        (train_phase,) = [phase for phase in plan.phases if phase.phase == "train"]
+        assert train_phase.host["actor.optimizer"] == 8 * MODEL.num_parameters
+        assert "actor.optimizer" not in train_phase.device and "actor.staging" in train_phase.device
+        assert "(host)" in explain(plan)
+    assert offers == [
+        'trainer.offload_optimizer = "host"',
+        'trainer.offload_optimizer = "host" and trainer.offload_gradients = true',
+        "",
+    ]
+
+
 def test_a_stage_begins_with_one_model_after_the_other() -> None:
     """The peak of the start is the largest of what is there with what is made; what the first phase keeps elsewhere
     goes there at once. A device that cannot hold that is refused."""

@@ -39,7 +39,7 @@ def cluster(gpus: int, gpu: str = "h200", **changes) -> Cluster:
     fixed=st.builds(
         Fixed,
         checkpointing=st.sampled_from([None, "none", "full"]),
-        offload=st.sampled_from([None, "none"]),
+        offload_optimizer=st.sampled_from([None, "none"]),
         zero=st.sampled_from([None, 1, 3]),
     ),
     rollout=st.booleans(),
@@ -92,9 +92,9 @@ def test_a_refusal_names_the_shortfall_and_the_fewest_gpus_that_do() -> None:
 def test_a_refusal_names_the_setting_that_was_in_the_way() -> None:
     job = make_job("qwen3-8b")
     there = cluster(1)
-    error = refuse(job, there, Fixed(offload="none"))
-    assert "offload = 'optimizer' instead of 'none'" in error.hint
-    assert choose(job, there, Fixed(offload="optimizer")).best.fits
+    error = refuse(job, there, Fixed(offload_optimizer="none"))
+    assert "offload_optimizer = 'host' instead of 'none'" in error.hint
+    assert choose(job, there, Fixed(offload_optimizer="host")).best.fits
     error = refuse(make_job("qwen3-8b"), cluster(8), Fixed(tokens_per_chunk=131_072, checkpointing="none"))
     chunk = int(re.findall(r"tokens_per_chunk = (\d+) instead of 131072", error.hint)[0])
     assert choose(job, cluster(8), Fixed(tokens_per_chunk=chunk, checkpointing="none")).best.fits
@@ -110,9 +110,14 @@ def test_a_refusal_names_how_long_sequences_may_be() -> None:
 
 
 def test_no_host_memory_means_no_offload() -> None:
-    assert choose(make_job("qwen3-8b"), cluster(1)).best.layout.offload == "optimizer"
-    error = refuse(make_job("qwen3-8b"), cluster(1, host_bytes=8 * GIB))
-    assert "2 GPUs" in error.hint
+    assert choose(make_job("qwen3-8b"), cluster(1)).best.layout.offload_optimizer == "host"
+    short = cluster(1, host_bytes=8 * GIB)
+    error = refuse(make_job("qwen3-8b"), short, Fixed(offload_optimizer="host"))
+    assert "offload_optimizer = 'disk' instead of 'host'" in error.hint
+    assert "2 GPUs" in refuse(make_job("qwen3-8b"), short, Fixed(offload_optimizer="none")).hint
+    on_disk = choose(make_job("qwen3-8b"), short).best
+    assert on_disk.layout.offload_optimizer == "disk" and on_disk.host_bytes < 8 * GIB * 0.6
+    assert on_disk.disk_bytes == 12 * make_job("qwen3-8b").model.num_parameters
 
 
 def test_known_rows() -> None:
@@ -186,6 +191,6 @@ def test_advice_is_the_references() -> None:
 @pytest.mark.parametrize("length", [512, 32_768])
 def test_predicted_work_is_what_mfu_counts(shape: str, length: int) -> None:
     """Norms, which the planner counts with a layer's matrices, are less than a thousandth."""
-    layers, head = speed_flops(make_job(shape, longest=length))
+    parts = speed_flops(make_job(shape, longest=length))
     counted = model_flops(find_shape(shape), [length], num_outputs=length)
-    assert length * (layers + head) == pytest.approx(counted, rel=1e-3)
+    assert length * sum(parts) == pytest.approx(counted, rel=1e-3)

@@ -289,6 +289,12 @@ def test_a_bad_override_is_refused_as_the_file_would_be(tmp_path):
 # Files ---------------------------------------------------------------------------------------------------------------
 
 
+def test_state_on_disk_needs_a_folder():
+    tables = {"trainer": {"offload_optimizer": "disk"}}
+    assert "trainer.offload_optimizer = 'disk' needs a folder" in refusal(**tables)
+    parse_run_config({**MODEL, **tables, "memory": {"disk_folder": "spill"}}, where="run.toml")
+
+
 def test_files_that_cannot_be_used(tmp_path):
     (tmp_path / "torn.toml").write_text("[model\npath = 3")
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gyre.parallel.group import alone
 from gyre.parallel.mesh import make_mesh
-from gyre.trainer import optim
+from gyre.trainer import adamw
 from gyre.trainer.config import TrainerConfig
 from gyre.trainer.optim import FlatOptimizer
 from gyre.trainer.schedule import learning_rate_factor
@@ -51,8 +51,8 @@ def test_equals_torch_adamw_to_the_bit(seed, rate, decay, scale, block):
         {"params": [theirs[name] for name in SHAPES if name in DECAYED], "weight_decay": decay},
         {"params": [theirs[name] for name in SHAPES if name not in DECAYED], "weight_decay": 0.0},
     ]
-    adamw = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), eps=1e-8, foreach=False)
-    whole, optim.BLOCK_CPU = optim.BLOCK_CPU, block
+    theirs_adamw = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), eps=1e-8, foreach=False)
+    whole, adamw.BLOCK_CPU = adamw.BLOCK_CPU, block
     try:
         for step in range(4):
             grads = gradients(seed + step)
@@ -60,9 +60,9 @@ def test_equals_torch_adamw_to_the_bit(seed, rate, decay, scale, block):
             ours.update(learning_rate=rate, grad_scale=scale)
             for name, parameter in theirs.items():
                 parameter.grad = grads[name] * scale
-            adamw.step()
+            theirs_adamw.step()
     finally:
-        optim.BLOCK_CPU = whole
+        adamw.BLOCK_CPU = whole
     for name in SHAPES:
         assert torch.equal(parameters[name], theirs[name]), name
 

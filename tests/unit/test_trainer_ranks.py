@@ -10,8 +10,11 @@ import pytest
 from planner_cases import make_job
 from trainer_cases import OBJECTIVES, SPEC
 from zero_cases import (
+    AWAY,
     LAYOUTS,
     alive_bytes,
+    away,
+    equal_away,
     evaluate,
     freed_between_passes,
     gathered,
@@ -23,7 +26,9 @@ from zero_cases import (
     overflowed,
     refused_mixture,
     resume,
+    resume_first,
     saved,
+    sums_by_parts,
     train,
     with_a_bad_number,
 )
@@ -239,6 +244,41 @@ def test_every_rank_gets_the_version_whole(ranks, layout, dtype):
             np.testing.assert_array_equal(found[name], tensor, err_msg=name)
 
 
+@pytest.mark.parametrize(
+    ("kind", "layout", "dtype"),
+    [("ppo", layout, "float32") for layout in ("zero1", "zero3", "hybrid3")]
+    + [("rm", layout, "bfloat16") for layout in ("zero0", "zero1", "zero2", "hybrid1")],
+)
+def test_state_away_from_the_device_changes_no_bit(ranks, tmp_path, kind, layout, dtype):
+    hows = list(AWAY) if dtype == "bfloat16" else ["disk and gradients"]
+    results = ranks.run(equal_away, kind, hows, str(tmp_path), layout=layout, dtype=dtype, spec="odd")
+    assert results == [[]] * 4
+
+
+@pytest.mark.parametrize("layout", ["zero1", "zero3"])
+def test_snapshots_of_state_away_fit_state_on_the_device_and_back(ranks, tmp_path, layout):
+    state = saved(None, "ppo", steps=2, dtype="bfloat16")
+    written = {name: tensor.float().clone().numpy() for name, tensor in state["tensors"].items()}
+    for how in ("disk", "host and gradients"):
+        settings = {"steps": range(0), "layout": layout, "dtype": "bfloat16"}
+        results = ranks.run(away, resume_first, "ppo", how, f"{tmp_path}/{how}", state=state, **settings)
+        back = resume(None, results[0][2], "ppo", steps=range(0), dtype="bfloat16")[1]
+        for name, tensor in written.items():
+            np.testing.assert_array_equal(results[0][1][name], tensor, err_msg=name)
+            np.testing.assert_array_equal(back[name], tensor, err_msg=name)
+
+
+def test_gradients_in_host_memory_are_summed_over_ranks_by_parts(pair):
+    for layout in ("zero0", "zero1", "zero3"):
+        assert pair.run(sums_by_parts, layout=layout) == [0.0, 0.0]
+
+
+def test_parked_components_of_state_away_come_back(ranks, tmp_path):
+    _, expected = train(None, "ppo")
+    found = ranks.run(away, moved, "ppo", "disk and gradients", str(tmp_path), layout="zero1")[0]
+    assert_close(found, expected, relative=2e-4)
+
+
 @pytest.mark.parametrize("layout", ["zero1", "zero3", "mixed"])
 def test_parked_components_come_back(ranks, layout):
     _, expected = train(None, "ppo")
@@ -280,7 +320,8 @@ def planned_layout(name: str, *, ranks: int = 4) -> Layout:
         shard_ranks=1 if zero == 0 else shard_ranks or ranks,
         checkpointing="none",
         tokens_per_chunk=1000,
-        offload="none",
+        offload_optimizer="none",
+        offload_gradients=False,
     )
 
 

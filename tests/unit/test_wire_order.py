@@ -79,14 +79,14 @@ def test_a_stage_that_the_config_lacks_is_refused_before_a_folder_is_made(tmp_pa
 
 def test_a_run_folder_that_lacks_a_part_is_no_run_folder(tmp_path):
     (tmp_path / "config.toml").write_text('[model]\npath = "x"\n')
-    (tmp_path / "overrides.txt").write_text("")
+    (tmp_path / "overrides.json").write_text("[]")
     with pytest.raises(SnapshotError, match=r"no stage\.txt"):
         read_order(None, [], resume=tmp_path, stage="all")
 
 
 def test_a_resumed_run_keeps_its_stage_and_overrides(tmp_path):
     (tmp_path / "config.toml").write_text('[model]\npath = "x"\n[cold_start]\nsteps = 3\n')
-    (tmp_path / "overrides.txt").write_text("trainer.steps=7\n")
+    (tmp_path / "overrides.json").write_text('["trainer.steps=7"]')
     (tmp_path / "stage.txt").write_text("cold_start")
     order = read_order(None, [], resume=tmp_path, stage="all")
     assert order.stage == "cold_start" and order.config.trainer.steps == 7

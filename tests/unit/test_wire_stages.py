@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +14,10 @@ from test_data_examples import TOKENIZER
 from test_data_sources import Events, write_jsonl
 
 from gyre.core.errors import ConfigError
+from gyre.loop.evaluate import Outcome
 from gyre.observe.events import is_counted
 from gyre.runconfig import RunConfig, parse_run_config
+from gyre.wire import commands
 from gyre.wire.make import Machine, check_invariant
 from gyre.wire.stages import load_stage_data, plan_stages
 
@@ -99,3 +103,58 @@ def test_batch_invariant_training_is_refused_where_the_kernels_cannot_run(
     check_invariant(config, stage, trainer_cases.SPEC, able, 64)
     (offline,) = plan_stages(config_for(tmp_path, "sft", 0, engine={"batch_invariant": True}), "all")
     check_invariant(config, offline, spec, machine, 64)
+
+
+GRADED = [{"prompt": "more " * (i % 7) + f"p{i}", "answer": f"a{i}"} for i in range(60)]
+CONTEXT_TOKENS = 40
+
+
+def online(tmp_path, **tables) -> RunConfig:
+    rows = str(write_jsonl(tmp_path / "graded.jsonl", GRADED))
+    data = {"source": "jsonl", "path": rows, "held_out_fraction": 0.4, "overlong": "drop"}
+    rewards = {"parts": [{"kind": "answer"}]}
+    tree = {"rollout": {"max_tokens": 24}, "eval": {"num_problems": 5}, **tables}
+    return config_for(tmp_path, "grpo", 5, data=data, rewards=rewards, **tree)
+
+
+def load_online(config: RunConfig):
+    return load_stage_data(config, plan_stages(config, "main")[0], TOKENIZER, CONTEXT_TOKENS, Events())
+
+
+def test_eval_asks_the_problems_that_the_run_asked(tmp_path, monkeypatch):
+    """Prompts that leave no room for an answer are dropped before the halves are counted off, in both."""
+    asked = []
+
+    class Judge:
+        async def run(self, prompts):
+            asked.extend(prompts)
+            return Outcome(metric="accuracy", value=0.0, n=len(prompts), detail={})
+
+    class Nothing:
+        async def start(self, *, dummy: bool) -> None: ...
+
+        async def terminate(self) -> None: ...
+
+        async def close(self) -> None: ...
+
+    policy = SimpleNamespace(tokenizer=TOKENIZER, spec=SimpleNamespace(context_tokens=CONTEXT_TOKENS))
+    for name, stand_in in (("load_policy", policy), ("make_engine", Nothing()), ("make_scorer", Nothing())):
+        monkeypatch.setattr(commands, name, lambda *args, stand_in=stand_in: stand_in)
+    monkeypatch.setattr(commands, "make_judge", lambda *args: Judge())
+    config = online(tmp_path)
+    of_the_run = load_online(config).eval_prompts
+    assert max(len(prompt.tokens) for prompt in of_the_run) <= CONTEXT_TOKENS - 24
+    commands.evaluate(Path(tmp_path / "model"), config, num_problems=0)
+    assert [prompt.prompt_id for prompt in asked] == [prompt.prompt_id for prompt in of_the_run]
+
+
+def test_answers_that_evaluation_cannot_have_are_refused_by_their_own_key(tmp_path):
+    longest = max(len(prompt.tokens) for prompt in load_online(online(tmp_path)).eval_prompts)
+    room = CONTEXT_TOKENS - longest
+    load_online(online(tmp_path, eval={"num_problems": 5, "max_tokens": room}))
+    with pytest.raises(ConfigError) as caught:
+        load_online(online(tmp_path, eval={"num_problems": 5, "max_tokens": room + 1}))
+    assert (
+        f"eval.max_tokens = {room + 1}" in caught.value.message and f"{CONTEXT_TOKENS} tokens" in caught.value.message
+    )
+    assert f"at most {room}" in caught.value.hint

@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,10 @@ def resume(
     return reports, whole(trainer), dict(trainer.snapshot())
 
 
+def resume_first(group: Group | None, kind: str, *, state: dict[str, Any], **settings: Any) -> Any:
+    return resume(group, state, kind, **settings)
+
+
 def saved(group: Group | None, kind: str, *, steps: int, **settings: Any) -> dict[str, Any]:
     trainer = trainer_on(group, kind, **settings)
     for step in range(steps):
@@ -181,14 +186,71 @@ def saved(group: Group | None, kind: str, *, steps: int, **settings: Any) -> dic
 def moved(group: Group | None, kind: str, **settings: Any) -> dict[str, np.ndarray]:
     """Train with every component parked between the steps, and a snapshot taken while they are."""
     trainer = trainer_on(group, kind, **settings)
-    names = [component.name for component in trainer.components() if "host" in component.tiers]
+    names = [one.name for one in trainer.components() if {"device", "host"} <= set(one.tiers)]
+    brief = [one.name for one in trainer.components() if one.tiers == ("device", "none")]
     for step in range(2):
         trainer.step_now(batch_for(12, seed=step))
         trainer.move(names, "host")
+        trainer.move(brief, "none")
         assert all(trainer.measure()[name].device_bytes == 0 for name in names)
         state = whole(trainer)
         trainer.move(names, "device")
     return state
+
+
+AWAY = {
+    "host": {"offload_optimizer": "host"},
+    "disk": {"offload_optimizer": "disk"},
+    "gradients": {"offload_gradients": True},
+    "host and gradients": {"offload_optimizer": "host", "offload_gradients": True},
+    "disk and gradients": {"offload_optimizer": "disk", "offload_gradients": True},
+}
+
+
+def away(group: Group | None, case: Callable[..., Any], kind: str, how: str, folder: str, **settings: Any) -> Any:
+    """A case with state away from the device, in cuts that are far smaller than the model."""
+    rank = group.rank if group is not None else 0
+    return case(
+        group,
+        kind,
+        disk_folder=Path(folder) / f"rank-{rank}",
+        offload_cut_bytes=8192,
+        offload_deadline_s=60.0,
+        **AWAY[how],
+        **settings,
+    )
+
+
+def equal_away(group: Group | None, kind: str, hows: Sequence[str], folder: str, **settings: Any) -> list[str]:
+    """What differs, in any bit, of the metrics or of a snapshot, between training with state away and without."""
+    settings = {"sequences_per_update": 6, "weight_decay": 0.1, "grad_clip": 0.5, **settings}
+    reports, state = train(group, kind, **settings)
+    wrong = []
+    for how in hows:
+        own_reports, own_state = away(group, train, kind, how, f"{folder}/{how}", **settings)
+        for report, own in zip(reports, own_reports, strict=True):
+            kept = {name: value for name, value in own.metrics.items() if not name.startswith("offload_")}
+            wrong += [] if kept == report.metrics else [f"{how}: metrics {kept} {report.metrics}"]
+            assert own.metrics["offload_in_bytes"] > 0 and own.metrics["offload_wait_s"] >= 0.0
+        assert own_state.keys() == state.keys()
+        wrong += [f"{how}: {name}" for name, tensor in state.items() if not np.array_equal(tensor, own_state[name])]
+    return wrong
+
+
+def sums_by_parts(group: Group, *, layout: str) -> float:
+    """How far sums over ranks are from those on the device, as a part of the largest, when gradients in host memory go
+    through it a part at a time."""
+    found = []
+    for by_parts in (False, True):
+        trainer = trainer_on(group, "rm", layout=layout, dtype="bfloat16", offload_gradients=by_parts)
+        (update,) = trainer._evaluator.complete(batch_for(8, seed=0))[1].updates
+        collect_gradients(trainer._models, trainer._objective, update.chunks, update.denominator)
+        optimizer = trainer._models.actor.optimizer
+        optimizer.reduces_by_parts, optimizer.reduce_numbers = by_parts, 1000
+        optimizer.reduce()
+        found.append(torch.cat([span.grad_N.cpu() for span in optimizer.spans()]))
+    assert found[0].any()
+    return float((found[0] - found[1]).abs().max() / found[0].abs().max())
 
 
 def held_bytes(group: Group | None, kind: str, **settings: Any) -> dict[str, int]:

@@ -4,11 +4,12 @@ Caller: cli.main."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from gyre.cli.loading import loading
+from gyre.core.errors import InputError
 from gyre.wire.folders import find_model
 
 
@@ -23,18 +24,40 @@ def run_chat(
         if not quiet:
             print(piece, end="", flush=True)
 
-    turns = iter([prompt]) if prompt is not None else _typed()
-    return chat(model, config, turns, write, max_tokens=max_tokens, temperature=temperature, seed=seed)
+    def note(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    return chat(
+        model,
+        config,
+        iter([prompt]) if prompt is not None else _typed(),
+        write,
+        note,
+        interactive=prompt is None and sys.stdin.isatty(),
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+    )
 
 
-def _typed():
-    """Yield what is typed until the end of input. /new forgets the conversation."""
-    if sys.stdin.isatty():
-        print("type a question; /new begins again, Ctrl-D ends", file=sys.stderr)
+def _typed() -> Iterator[str]:
+    """Yield what is typed until the end of input. The prompt goes to stderr: stdout has nothing but answers."""
+    at_terminal = sys.stdin.isatty()
+    if at_terminal:
+        print("type a question; /new begins again, Ctrl-C ends an answer, Ctrl-D the chat", file=sys.stderr)
     while True:
+        if at_terminal:
+            print("\n> ", end="", file=sys.stderr, flush=True)
         try:
-            line = input("\n> " if sys.stdin.isatty() else "")
-        except EOFError:
+            line = sys.stdin.readline()
+        except UnicodeDecodeError as error:
+            raise InputError(
+                f"what was typed is no {error.encoding} text: {error.reason}",
+                hint="send text in the terminal's encoding",
+            ) from error
+        if not line:
+            if at_terminal:
+                print(file=sys.stderr)  # so that the shell begins on a line of its own
             return
         if line.strip():
-            yield line
+            yield line.rstrip("\r\n")

@@ -31,7 +31,12 @@ def run_train(
             "gyre train needs a config, or --resume RUN, and not both", hint="gyre train configs/arith_grpo_cpu.toml"
         )
     if resume is not None and (overrides or stage != "all"):
-        raise ConfigError("--resume goes on with the run as it was", hint="leave out --set and --stage")
+        raise ConfigError(
+            "--resume goes on with the run as it was",
+            hint="leave out --set and --stage; to change keys, begin a new run with them: "
+            f"gyre train {resume / 'config.toml'} --set KEY=VALUE (with model.path={resume / 'export'}, once it is "
+            "there, from the weights that this one came to)",
+        )
     read_order(config, overrides, resume=resume, stage=stage, check_goal=check_goal)  # refused before torch is loaded
     with loading():
         from gyre.wire.commands import train

@@ -3,6 +3,9 @@
 One pump task runs bursts on the compute thread as long as a request is unanswered. Requests accepted without an await
 between them reach the cycle together, in order, so such a run is deterministic. Streams and what is incoming are
 touched on the event loop's thread only, the cycle on the compute thread only. Caller: native.
+
+Whatever raises in work on the cycle breaks it: `failure` says so at once, on the compute thread, so that nothing queued
+behind touches it; the event loop answers everyone as soon as it hears of it.
 """
 
 from __future__ import annotations
@@ -12,9 +15,9 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from gyre.core.errors import DeadlineError
+from gyre.core.errors import DeadlineError, EngineRefused
 from gyre.core.records import Finish, Request, TokenChunk
 from gyre.engine.admission import Load, given_tokens
 from gyre.engine.requests import LATE, WITHDRAWN
@@ -35,6 +38,13 @@ class Admitted:
         return self.deadline_at is not None and now >= self.deadline_at
 
 
+class CycleBroke(EngineRefused):
+    """Work on the cycle raised, now or before. Everyone who waited is answered; only a restart heals."""
+
+    def __init__(self, failure: str) -> None:
+        super().__init__(f"the engine failed: {failure}", hint="terminate and start it again")
+
+
 class Desk:
     """`burst(batch)` takes requests in, runs some steps and returns chunks; `blocked()` says why no step can run."""
 
@@ -49,7 +59,8 @@ class Desk:
     ) -> None:
         self._compute, self._burst, self._blocked, self._emit, self._clock = compute, burst, blocked, emit, clock
         self.load = Load(completions=0, tokens=0)  # unanswered
-        self.failure = ""  # why the cycle broke
+        self.failure = ""  # why the cycle broke; written on the compute thread
+        self._unanswered_failure = False  # it broke, and nobody was told yet
         self.in_a_hurry = False  # somebody waits for the compute thread: a burst should end after its step
         self._streams: dict[str, TokenStream] = {}  # unanswered requests
         self._tokens: dict[str, int] = {}  # given ones, of unanswered requests
@@ -58,6 +69,7 @@ class Desk:
         self._pump_task: asyncio.Task[None] | None = None
         self._poked: asyncio.Event | None = None
         self._waiters: list[tuple[asyncio.Future[None], Callable[[], bool]]] = []
+        self._errands: set[asyncio.Task[Any]] = set()  # work between steps, with answers to deliver
 
     # -- requests
 
@@ -111,17 +123,41 @@ class Desk:
         held_too: bool = False,
     ) -> Result:
         """Run work on the cycle with every accepted request in it (those held outside if asked), and deliver its
-        chunks."""
+        chunks, also when the caller is cancelled: they may be other requests'. CycleBroke when it raises."""
         batch = self._take_incoming() if held_too or not self._held else []
+        errand = asyncio.get_running_loop().create_task(self._run_between(add, work, batch))
+        self._errands.add(errand)
+        errand.add_done_callback(self._errands.discard)
+        return await asyncio.shield(errand)
 
+    async def _run_between(
+        self,
+        add: Callable[[Sequence[Admitted]], list[TokenChunk]],
+        work: Callable[[], tuple[Result, list[TokenChunk]]],
+        batch: Sequence[Admitted],
+    ) -> Result:
         def both() -> tuple[Result, list[TokenChunk]]:
-            added = add(batch)
-            result, chunks = work()
-            return result, added + chunks
+            self.refuse_broken()
+            with self.watch():
+                added = add(batch)
+                result, chunks = work()
+                return result, added + chunks
 
-        result, chunks = await self.on_compute(both)
+        try:
+            result, chunks = await self.on_compute(both)
+        except Exception as error:
+            self._answer_failure(error)
+            raise
         self._deliver(chunks)
         return result
+
+    async def at_rest(self, work: Callable[[], Result]) -> Result:
+        """Run work that replaces the cycle: on the compute thread, with nobody waiting for one that broke."""
+        while True:
+            found = await self.on_compute(lambda: None if self._unanswered_failure else (work(),))
+            if found is not None:
+                return found[0]
+            self._answer_failure(None)
 
     async def wait_until(self, is_done: Callable[[], bool], deadline_s: float) -> None:
         """Wait until `is_done`, looked at after each delivery."""
@@ -147,9 +183,38 @@ class Desk:
         if task is not None and not task.done() and not task.get_loop().is_closed():
             task.get_loop().call_soon_threadsafe(self.poke)
 
-    def fail(self, error: Exception) -> None:
-        """The cycle broke: answer everyone; no work until a restart."""
+    # -- failure
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """On the compute thread: what raises in here breaks the cycle."""
+        try:
+            yield
+        except Exception as error:
+            self._break(error)
+            self.poke_from_compute()
+            raise CycleBroke(self.failure) from error
+
+    def refuse_broken(self) -> None:
+        if self.failure:
+            raise CycleBroke(self.failure)
+
+    def mend(self) -> None:
+        """On the compute thread, at rest: the broken cycle is gone."""
+        assert not self._unanswered_failure
+        self.failure = ""
+
+    def _break(self, error: Exception) -> None:
         self.failure = f"{type(error).__name__}: {error}"
+        self._unanswered_failure = True
+
+    def _answer_failure(self, error: Exception | None) -> None:
+        """The cycle broke, or with `error` the way to it: answer everyone; no work until a restart."""
+        if error is not None and not self.failure:
+            self._break(error)
+        if not self._unanswered_failure:
+            return
+        self._unanswered_failure = False
         unanswered = len(self._streams)
         self._incoming = []
         self._deliver(
@@ -173,14 +238,19 @@ class Desk:
             self.in_a_hurry = False
             loop = asyncio.get_running_loop()
             try:
-                chunks = await loop.run_in_executor(self._compute, self._burst, batch)
+                chunks = await loop.run_in_executor(self._compute, self._watched_burst, batch)
             except Exception as error:  # noqa: BLE001  whatever broke, every request gets its answer
-                self.fail(error)
+                self._answer_failure(error)
                 return
             self._deliver(chunks)
             if not chunks and (self.is_drained_inside() or self._blocked() is not None):
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._poked.wait(), LOOK_AGAIN_S)
+
+    def _watched_burst(self, batch: Sequence[Admitted]) -> list[TokenChunk]:
+        self.refuse_broken()
+        with self.watch():
+            return self._burst(batch)
 
     def _take_incoming(self) -> list[Admitted]:
         batch, self._incoming = self._incoming, []

@@ -74,14 +74,17 @@ class GpuAttention:
         self.refresh()
 
     def choose_prefill(self, emit: Callable[..., None]) -> None:
-        """Take FlashAttention-4 for prompt chunks where it is installed, fits and is faster; measured once."""
+        """Take FlashAttention-4 for prompt chunks where it is installed, fits and is faster; measured once. What is
+        taken is compiled afterwards; in invariant mode it is the decode kernel, which the graphs compile."""
         if self.invariant:
             return
         flash4, page_tokens, head_dim = find_flash4(), self.pool.page_tokens, self.pool.tensor.shape[-1]
         if flash4 is None:
+            self._probe(self._tiles, tokens=1)
             emit("engine.prefill_kernel", kernel="triton", reason="flash-attn-4 is not installed")
             return
         if page_tokens != FLASH4_PAGE or head_dim not in HEAD_DIMS:
+            self._probe(self._tiles, tokens=1)
             reason = f"flash-attn-4 wants pages of {FLASH4_PAGE} tokens and head dims {HEAD_DIMS}"
             emit("engine.prefill_kernel", kernel="triton", reason=f"{reason}; here {page_tokens} and {head_dim}")
             return
@@ -90,9 +93,9 @@ class GpuAttention:
         kernel = "flash-attn-4" if self._flash4 is not None else "triton"
         emit("engine.prefill_kernel", kernel=kernel, reason="measured", triton_s=ours_s, flash4_s=theirs_s)
 
-    def _probe(self, make: Callable[[ChunkArrays], Attend]) -> float:
-        """Seconds for one prompt of PROBE_TOKENS, over whatever lies in the pages."""
-        count = min(PROBE_TOKENS, self._table_RP.shape[1] * self.pool.page_tokens)
+    def _probe(self, make: Callable[[ChunkArrays], Attend], *, tokens: int = PROBE_TOKENS) -> float:
+        """Seconds for one prompt of so many tokens, over whatever lies in the pages. Compiles on the way."""
+        count = min(tokens, self._table_RP.shape[1] * self.pool.page_tokens)
         one, zero = np.array([count]), np.array([0])
         chunks = ChunkArrays(row_C=zero, start_C=zero, count_C=one, first_C=zero)
         shape = (count, self._num_heads, self.pool.tensor.shape[-1])

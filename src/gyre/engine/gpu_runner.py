@@ -29,7 +29,8 @@ from gyre.engine.scheduler import Step
 from gyre.engine.scoring import Scores, find_targets, score
 from gyre.engine.settle import Sampled
 from gyre.kernels.gpu.decode_attention import DecodeWork
-from gyre.kernels.gpu.items import INVARIANT_PIECE, cut_pieces
+from gyre.kernels.gpu.items import INVARIANT_PIECE, align, cut_pieces
+from gyre.kernels.gpu.matmul import TILES
 from gyre.kernels.gpu.pointwise import enter_pages
 from gyre.kernels.gpu.sample import SampleScratch, sample
 from gyre.models.decoder import Decoder
@@ -68,10 +69,12 @@ class GpuRunner:
         rows_at_once: int,
         invariant: bool,
         deadline_s: float,
+        capture: torch.cuda.Stream,
         emit: Callable[..., None],
     ) -> None:
-        self.decoder, self.pool, self.emit = decoder, pool, emit
-        self._deadline_s = deadline_s  # of a step
+        """Graphs are captured on `capture`."""
+        self.decoder, self.pool, self.emit, self._capture_stream = decoder, pool, emit, capture
+        self._deadline_s, self._token_budget = deadline_s, token_budget  # of a step
         self.device = decoder.device
         spec = decoder.spec
         self._rows = DeviceRows(
@@ -87,7 +90,7 @@ class GpuRunner:
             invariant=invariant,
         )
         self._attention.choose_prefill(emit)
-        items = self._attention.max_items
+        items = align(self._attention.max_items)
         entries = 3 * max_running * self._rows.pages_per_row
         choosing = {
             "uniform": ("float64", max_running),
@@ -193,12 +196,12 @@ class GpuRunner:
         views["first"][:count], views["size"][:] = first_B, (len(item_I), piece)
         touched = np.concatenate([row_B, np.asarray([chunk.row for chunk in step.chunks], dtype=np.int64)])
         entries_3N = self._rows.new_entries(rows, touched)
-        tail, items = views["tail"], len(item_I)
-        tail[:items] = item_I
-        tail[items : items + entries_3N.size] = entries_3N.reshape(-1)
-        self._staging.send(items + entries_3N.size)
+        tail, begin = views["tail"], align(len(item_I))
+        tail[: len(item_I)] = item_I
+        tail[begin : begin + entries_3N.size] = entries_3N.reshape(-1)
+        self._staging.send(begin + entries_3N.size)
         if entries_3N.size:
-            entered = self._staging.on_device["tail"][items : items + entries_3N.size]
+            entered = self._staging.on_device["tail"][begin : begin + entries_3N.size]
             enter_pages(self._rows.table_RP, entered.view(3, -1))
 
     def _stage_choosing(self, views: dict[str, np.ndarray], rows: Rows, step: Step, size: int) -> None:
@@ -299,13 +302,14 @@ class GpuRunner:
         """Capture a graph for every planned batch size, the largest first, so that the others reuse its memory. Return
         how many."""
         self._check_addresses()
+        self._warm()
         for size in reversed(self._batches):
             self._capture(size, plain=True)
         return len(self._graphs)
 
     def _capture(self, size: int, plain: bool) -> None:
         """Capture decoding of `size` places. The pass before it, which compiles kernels, runs on padding."""
-        stream = torch.cuda.Stream()
+        stream = self._capture_stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._stage_padding(size)
@@ -319,6 +323,21 @@ class GpuRunner:
                     self._logits_NV[:size].copy_(logits_NV)
         torch.cuda.current_stream().wait_stream(stream)
         self._graphs[size, plain] = graph
+
+    def _warm(self) -> None:
+        """Compile what no graph holds: the page table's kernel, and in invariant mode the products' tiles for as many
+        rows as a step with prompts may have. Prefill attention is compiled when it is chosen."""
+        nobody, device = self._rows.max_running, self.device
+        enter_pages(self._rows.table_RP, torch.tensor([[nobody], [0], [0]], dtype=torch.int32, device=device))
+        if not self._attention.invariant:
+            return
+
+        def attend_nothing(layer: int, q_THD: Tensor, out_THD: Tensor) -> None:
+            out_THD.zero_()
+
+        for num_tokens in [fewest for fewest in TILES if fewest <= self._token_budget]:
+            token_T, row_T = (torch.full((num_tokens,), n, dtype=torch.int32, device=device) for n in (0, nobody))
+            self._forward.residual(token_T, torch.full_like(row_T, -1), row_T, attend_nothing)
 
     def _stage_padding(self, size: int) -> None:
         views = self._staging.begin()

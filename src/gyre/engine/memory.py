@@ -55,6 +55,7 @@ class EngineMemory:
         self._kv_bytes = self.page_bytes * (self.num_pages + 1)
         self._pool: KvPool | None = None
         self._tenant = PoolTenant([])
+        self._capture: torch.cuda.Stream | None = None
         self._driver = find_driver(device)
         if not shared_weights:
             weights = dict(decoder.named_parameters())
@@ -84,6 +85,13 @@ class EngineMemory:
         if self.host is None and self.num_slots:
             self.host = HostKv(self.provide_kv(), self.num_slots, name=KV_HOST)
         return self.host
+
+    def provide_capture(self) -> torch.cuda.Stream | None:
+        """Return the stream on which graphs are captured; None without a GPU. One for all graphs and all starts: torch
+        keeps freed blocks by stream, and on another one they would be taken from the device anew."""
+        if self._capture is None and self._device.type == "cuda":
+            self._capture = torch.cuda.Stream(self._device)
+        return self._capture
 
     def tier(self, name: str) -> Tier:
         return next(component.tier for component in self.components() if component.name == name)

@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -17,9 +18,11 @@ from gyre.core.contracts import CommitPolicy
 from gyre.core.errors import InputError
 from gyre.core.records import Component, EngineStats, Health, Manifest, Partial, Request, Tier, TokenChunk, Usage
 from gyre.engine.admission import Limits, Load, find_overload, find_refusal
+from gyre.engine.attention import KvPool
 from gyre.engine.config import EngineConfig, plan_engine, plan_rates, scoring_bytes
 from gyre.engine.cycle import Cycle, Decodes
-from gyre.engine.desk import Admitted, Desk, by_deadline
+from gyre.engine.desk import Admitted, CycleBroke, Desk, by_deadline
+from gyre.engine.host_kv import HostKv
 from gyre.engine.memory import KV, KV_HOST, WEIGHTS, EngineMemory
 from gyre.engine.requests import WITHDRAWN
 from gyre.engine.roster import Counters, Roster
@@ -68,6 +71,11 @@ class NativeEngine:
         self._terminating = False
         self._refused = 0
 
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens whose KV fits. The last token that a completion chooses needs none."""
+        return self._limits.cache_tokens
+
     # -- RolloutEngine
 
     def submit(self, request: Request) -> TokenStream:
@@ -89,13 +97,15 @@ class NativeEngine:
     async def abort(self, request_id: str) -> None:
         cycle = self._cycle
         if cycle is not None and self._desk.knows(request_id) and not self._desk.withdraw(request_id):
-            await self._desk.between_steps(self._add, lambda: ((), cycle.abort(request_id, WITHDRAWN)))
+            with suppress(CycleBroke):  # then everyone is answered
+                await self._desk.between_steps(self._add, lambda: ((), cycle.abort(request_id, WITHDRAWN)))
 
     async def interrupt(self, *, deadline_s: float) -> Mapping[str, tuple[Partial, ...]]:
+        """Nothing is in flight in an engine that failed: everyone was answered "abort" then."""
         cycle = self._cycle
         if cycle is None:
             return {}
-        work = asyncio.ensure_future(self._desk.between_steps(self._add, cycle.interrupt, held_too=True))
+        work = asyncio.ensure_future(self._interrupt(cycle))
         return await by_deadline(work, deadline_s, "the compute thread to finish its step")
 
     async def stats(self) -> EngineStats:
@@ -132,7 +142,7 @@ class NativeEngine:
 
     async def start(self, *, dummy: bool) -> None:
         """Allocate KV. With `dummy` no work is taken until a commit; shared weights are left as they are."""
-        await self._desk.on_compute(lambda: self._start(dummy))
+        await self._desk.at_rest(lambda: self._start(dummy))
 
     async def prepare(self, manifest: Manifest, source: Mapping[str, Any]) -> None:
         self._need_started("prepare")
@@ -163,10 +173,10 @@ class NativeEngine:
             return
         self._terminating = True
         try:
-            if not self._desk.failure:
-                why = "the engine was terminated"
+            why = "the engine was terminated"
+            with suppress(CycleBroke):  # then everyone is answered
                 await self._desk.between_steps(self._add, lambda: ((), cycle.abort_all(why)), held_too=True)
-            await self._desk.on_compute(self._terminate)
+            await self._desk.at_rest(self._terminate)
         finally:
             self._terminating = False
 
@@ -181,19 +191,30 @@ class NativeEngine:
         self._memory.refuse_unknown(names)
         for name in names:
             before = self._memory.tier(name)
-            if self._cycle is not None and not self._desk.failure:
-                self._cycle.quiesce()
-                if name == KV and tier == "none" and before != "none":
-                    self._cycle.forget_kv("engine.kv left for tier none")
+            cycle = None if self._desk.failure else self._cycle
+            if cycle is not None:
+                with self._desk.watch():
+                    cycle.quiesce()
+                    if name == KV and tier == "none" and before != "none":
+                        cycle.forget_kv("engine.kv left for tier none")
             self._memory.move(name, tier)
-            if name == KV_HOST and before != tier and self._cycle is not None and not self._desk.failure:
-                self._cycle.change_host(self._memory.host, 0 if self._memory.host is None else self._memory.num_slots)
+            if name == KV_HOST and before != tier and cycle is not None:
+                with self._desk.watch():
+                    cycle.change_host(self._memory.host, 0 if self._memory.host is None else self._memory.num_slots)
             if name == WEIGHTS and before == "none" and tier == "device":
                 self._weights.make_dummy()
         self._desk.poke_from_compute()
 
     def measure(self) -> Mapping[str, Usage]:
         return self._memory.measure()
+
+    # -- on the event loop
+
+    async def _interrupt(self, cycle: Cycle) -> Mapping[str, tuple[Partial, ...]]:
+        try:
+            return await self._desk.between_steps(self._add, cycle.interrupt, held_too=True)
+        except CycleBroke:  # then everyone is answered
+            return {}
 
     # -- on the compute thread
 
@@ -202,32 +223,52 @@ class NativeEngine:
             if self._weights.is_dummy == dummy:
                 return
             raise InputError("the engine runs already", hint="terminate it before starting it another way")
-        if not self._weights.shared and self._memory.tier(WEIGHTS) == "none":
-            if not dummy:
-                raise InputError("the engine's weights were freed", hint="start(dummy=True), then prepare and commit")
-            self._memory.move(WEIGHTS, "device")
-        pool, host = self._memory.provide_kv(), self._memory.provide_host()
-        if dummy:
-            self._weights.make_dummy()
+        if not self._weights.shared and self._memory.tier(WEIGHTS) == "none" and not dummy:
+            raise InputError("the engine's weights were freed", hint="start(dummy=True), then prepare and commit")
+        tiers = {component.name: component.tier for component in self._memory.components()}
+        try:
+            if not self._weights.shared and tiers[WEIGHTS] == "none":
+                self._memory.move(WEIGHTS, "device")
+            cycle = self._make_cycle(self._memory.provide_kv(), self._memory.provide_host())
+            if dummy:
+                self._weights.make_dummy()
+        except BaseException:  # what it took for a start that did not come about goes back
+            for name, tier in tiers.items():
+                if tier == "none" and self._memory.tier(name) != "none":
+                    self._memory.move(name, "none")
+            raise
+        self._cycle = cycle
+        self._desk.mend()
+        self._emit(
+            "engine.started",
+            dummy=dummy,
+            version=self._weights.version,
+            pages=self._memory.num_pages,
+            scoring_bytes=scoring_bytes(self._config, vocab_size=self._limits.vocab_size),
+        )
+
+    def _make_cycle(self, pool: KvPool, host: HostKv | None) -> Cycle:
         config, spec = self._config, self._decoder.spec
-        self._cycle = Cycle(
-            Roster(
-                max_running=config.max_running,
-                num_pages=self._memory.num_pages,
-                page_tokens=config.page_tokens,
-                prefix_cache=config.prefix_cache,
-                emit=self._emit,
-                window=spec.widest_view,
-                num_slots=0 if host is None else host.num_slots,
-                rates=plan_rates(
-                    config,
-                    page_bytes=self._memory.page_bytes,
-                    flops_per_token=spec.flops_per_token(0),
-                    device_type=self._device.type,
-                ),
-                score_bytes=config.prompt_logprob_bytes,
-            ),
-            choose_runner(self._decoder, pool, config, emit=self._emit),
+        rates = plan_rates(
+            config,
+            page_bytes=self._memory.page_bytes,
+            flops_per_token=spec.flops_per_token(0),
+            device_type=self._device.type,
+        )
+        roster = Roster(
+            max_running=config.max_running,
+            num_pages=self._memory.num_pages,
+            page_tokens=config.page_tokens,
+            prefix_cache=config.prefix_cache,
+            emit=self._emit,
+            window=spec.widest_view,
+            num_slots=0 if host is None else host.num_slots,
+            rates=rates,
+            score_bytes=config.prompt_logprob_bytes,
+        )
+        return Cycle(
+            roster,
+            choose_runner(self._decoder, pool, config, capture=self._memory.provide_capture(), emit=self._emit),
             token_budget=config.token_budget,
             version=self._weights.version,
             eos_ids=self._limits.eos_ids,
@@ -236,25 +277,21 @@ class NativeEngine:
             depth=1 if config.overlap else 0,
             host=host,
         )
-        self._desk.failure = ""
-        self._emit(
-            "engine.started",
-            dummy=dummy,
-            version=self._weights.version,
-            pages=self._memory.num_pages,
-            scoring_bytes=scoring_bytes(config, vocab_size=self._limits.vocab_size),
-        )
 
     def _commit(self, version: int, policy: CommitPolicy) -> None:
-        assert self._cycle is not None
-        self._cycle.quiesce()
+        cycle = self._need_started("commit")
+        self._desk.refuse_broken()
+        with self._desk.watch():
+            cycle.quiesce()
         self._weights.commit(version)
-        self._cycle.change_version(version, recompute=policy == "keep_prefix", keep_cached=policy == "keep_prefix")
+        keep = policy == "keep_prefix"
+        with self._desk.watch():
+            cycle.change_version(version, recompute=keep, keep_cached=keep)
         self._emit("engine.committed", version=version, policy=policy, shared=self._weights.shared)
 
     def _terminate(self) -> None:
         self._cycle = None
-        self._desk.failure = ""
+        self._desk.mend()
         self._weights.rollback()
         self._memory.move(KV, "none")
         self._memory.move(KV_HOST, "none")
@@ -263,7 +300,9 @@ class NativeEngine:
         self._emit("engine.terminated", version=self._weights.version)
 
     def _add(self, batch: Sequence[Admitted]) -> list[TokenChunk]:
-        assert self._cycle is not None, "terminate answers every request before the cycle goes"
+        assert self._cycle is not None or not batch, "terminate answers every request before the cycle goes"
+        if self._cycle is None:
+            return []
         return [chunk for admitted in batch for chunk in self._cycle.add(admitted.request, admitted.deadline_at)]
 
     def _burst(self, batch: Sequence[Admitted]) -> list[TokenChunk]:
@@ -311,6 +350,7 @@ class NativeEngine:
             return f"engine.kv is on tier '{self._memory.tier(KV)}'; move it to the device first"
         return None
 
-    def _need_started(self, what: str) -> None:
+    def _need_started(self, what: str) -> Cycle:
         if self._cycle is None:
             raise InputError(f"{what} needs a started engine", hint="call start first")
+        return self._cycle

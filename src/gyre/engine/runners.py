@@ -21,9 +21,16 @@ FUSED_DTYPES = (torch.bfloat16, torch.float16)
 FUSED_HEAD_DIMS = (16, 32, 64, 128)
 
 
-def choose_runner(decoder: Decoder, pool: KvPool, config: EngineConfig, *, emit: Callable[..., None]) -> StepRunner:
-    """Return the fused runner on a CUDA device, the one of the C kernels on a CPU, and where these cannot serve, the
-    one in plain torch; say which."""
+def choose_runner(
+    decoder: Decoder,
+    pool: KvPool,
+    config: EngineConfig,
+    *,
+    capture: torch.cuda.Stream | None = None,
+    emit: Callable[..., None],
+) -> StepRunner:
+    """Return the fused runner on a CUDA device, which captures its graphs on `capture`, the one of the C kernels on a
+    CPU, and where these cannot serve, the one in plain torch; say which."""
     on_gpu = decoder.device.type == "cuda"
     reason = (
         why_not_fused(decoder.spec, decoder.dtype, pool.page_tokens) if on_gpu else why_not_kernels(decoder, config)
@@ -48,6 +55,7 @@ def choose_runner(decoder: Decoder, pool: KvPool, config: EngineConfig, *, emit:
         cpu_runner = CpuRunner(decoder, pool, rows_at_once=config.rows_at_once)
         emit("engine.c_kernels", instructions=cpu_runner.instructions)
         return cpu_runner
+    assert capture is not None
     from gyre.engine.gpu_runner import GpuRunner  # here, since a CPU has no Triton
 
     runner = GpuRunner(
@@ -58,6 +66,7 @@ def choose_runner(decoder: Decoder, pool: KvPool, config: EngineConfig, *, emit:
         rows_at_once=config.rows_at_once,
         invariant=config.batch_invariant,
         deadline_s=config.step_deadline_s,
+        capture=capture,
         emit=emit,
     )
     emit("engine.graphs_captured", graphs=runner.capture_all(), batch_invariant=config.batch_invariant)

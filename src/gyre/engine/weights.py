@@ -87,8 +87,8 @@ class EngineWeights:
         return self._prepared is not None and self._prepared.version == version
 
     def commit(self, version: int) -> None:
-        """Swap to the prepared version, whole. Shards are gathered now: every rank's engine must be at it, and one that
-        fails takes no work until another commit."""
+        """Swap to the prepared version, whole. Shards are gathered now: every rank's engine must be at it. One that
+        fails midway takes no work until another commit."""
         assert self._prepared is not None and self._prepared.version == version
         staged, shards = self._prepared.staged, self._prepared.shards
         if (staged is not None or shards is not None) and not self.present:
@@ -96,10 +96,10 @@ class EngineWeights:
                 f"version {version} cannot be committed: engine.weights is not on the device",
                 hint="move engine.weights to the device first",
             )
+        self.is_dummy = self.is_dummy or staged is not None or shards is not None  # while they are neither version
         if staged is not None:
             swap_in(staged, self.tensors)
         if shards is not None:
-            self.is_dummy = True
             size_bytes = shards.gather_into(self.tensors)
             self.emit("weights.gathered", version=version, size_bytes=size_bytes)
         self.version, self.is_dummy, self._prepared = version, False, None

@@ -111,10 +111,11 @@ class Collector:
         deadline_s: float,
         emit: Emit,
         tenant_salt: str = "",
+        length_key: str = "rollout.max_tokens",
     ) -> None:
         """`cap`: tokens that a completion may take in this step, 0 for all it wants. `tenant_salt`: who shares cached
-        beginnings with whom."""
-        self._tenant_salt = tenant_salt
+        beginnings with whom. `length_key`: where the completions' length was asked for."""
+        self._tenant_salt, self._length_key = tenant_salt, length_key
         if sampling.shapes_logits:
             raise ConfigError(
                 "rollouts with penalties, logit_bias or min_tokens: the trainer cannot compute their log-probs again",
@@ -171,7 +172,7 @@ class Collector:
     def _finish(self, asked: Asked, index: int, chunks: list[TokenChunk]) -> None:
         last, group, sample = chunks[-1], asked.group, asked.samples[index]
         if last.finish not in ("stop", "length"):
-            raise _no_answer(asked.request.request_id, last)
+            raise _no_answer(asked.request.request_id, last, self._length_key)
         before = group.partials.pop(sample, None)
         partial = as_partial(index, chunks if before is None else [before, *chunks])
         allowed = asked.request.sampling.max_tokens
@@ -183,12 +184,12 @@ class Collector:
         self._scoring.offer(rollout)
 
 
-def _no_answer(request_id: str, last: TokenChunk) -> EngineRefused:
+def _no_answer(request_id: str, last: TokenChunk, length_key: str) -> EngineRefused:
     """A completion that was not finished is never trained on."""
     if last.finish == "refused":
         return EngineRefused(
             f"the engine refused {request_id}: {last.reason}",
-            hint="lower rollout.max_tokens or data.max_prompt_tokens, or give the engine more pages",
+            hint=f"lower {length_key} or data.max_prompt_tokens, or give the engine more pages",
         )
     return EngineRefused(
         f"the engine ended {request_id} with '{last.finish}': {last.reason or 'no reason given'}",

@@ -51,6 +51,7 @@ class Rollouts:
         self._engine, self._scorer, self._text, self._seed, self._emit = engine, scorer, text, seed, emit
         self._part = config.part
         self._rollout = rollout
+        self._length_key = "eval.max_tokens" if config.max_tokens else "rollout.max_tokens"
         self._sampling = Sampling(
             temperature=config.temperature, max_tokens=config.max_tokens or rollout.max_tokens, stop=rollout.stop
         )
@@ -68,6 +69,7 @@ class Rollouts:
                 deadline_s=self._rollout.deadline_s,
                 emit=self._emit,
                 tenant_salt=EVALUATION,
+                length_key=self._length_key,
             )
             await collector.run(groups)
             keep_scores(groups, await scoring.finish())

@@ -145,8 +145,9 @@ PANELS = (
 )
 
 
-# Metrics of `step.done` that a clock decides: two runs that do the same differ in them.
-TIMED = ("tokens_per_second", "train_tokens_per_second_per_device", "mfu", "communication_wait_seconds")
+# Metrics of `step.done` by which two runs that do the same may differ: by the clock, or by where one was resumed.
+MEASURED = ("tokens_per_second", "train_tokens_per_second_per_device", "mfu", "communication_wait_seconds",
+            "sent_bytes/*")  # fmt: skip
 
 EVAL_MEASURES = ("accuracy", "pair_accuracy", "preference_accuracy", "loss")  # what an evaluation is judged by: the
 # first that it has
@@ -176,6 +177,11 @@ def matches(pattern: str, metric: str) -> bool:
     if pattern.startswith("*"):
         return metric.endswith(pattern[1:])
     return metric == pattern
+
+
+def is_measured(metric: str) -> bool:
+    """Say whether a metric is one of MEASURED."""
+    return any(matches(pattern, metric) for pattern in MEASURED)
 
 
 def place(metric: str) -> tuple[Panel, int] | None:

@@ -17,6 +17,10 @@ class ObserveConfig(Section):
         default="off",
         description="Send curves to Weights & Biases, or keep them in RUN/wandb to sync later (extra: track).",
     )
+    wandb_without_login: Literal["error", "offline"] = Field(
+        default="error",
+        description='What wandb = "online" does where nobody is logged in: refuse the run, or keep its curves offline.',
+    )
     wandb_project: str = Field(default="gyre", description="Project that W&B runs appear under.")
     sample_groups_per_step: int = Field(
         default=4, ge=0, description="Prompt groups per step whose rollouts go to samples.jsonl; 0 keeps none."

@@ -162,7 +162,7 @@ def counted_events(story: Story) -> list[dict[str, Any]]:
 
 def run_files(folder: Path, story: Story) -> list[dict[str, Any]]:
     """Return the texts that say what was asked, what was decided and where it ran."""
-    names = ["config.toml", "overrides.txt", *sorted(path.name for path in folder.glob("plan*.json"))]
+    names = ["config.toml", "overrides.json", *sorted(path.name for path in folder.glob("plan*.json"))]
     texts = [(name, _read_text(folder / name)) for name in names]
     for told in story.of_kind("trace.written"):
         opened = "Open the file with Perfetto (ui.perfetto.dev) or chrome://tracing."

@@ -8,16 +8,42 @@ closes the sink at the end.
 
 from __future__ import annotations
 
+import importlib.util
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from gyre.core.errors import ConfigError
+from gyre.observe.config import ObserveConfig
 from gyre.observe.events import RESERVED
 from gyre.observe.jsonl import as_number
 
 FIRST_WORKER = "worker-0"  # all workers of a run do the same
+
+
+def refuse_trackers(config: ObserveConfig) -> None:
+    """ConfigError for a tracker that cannot work here. Asked before anything is made for a run."""
+    for package, is_asked, asked_by in (
+        ("tensorboard", config.tensorboard, "observe.tensorboard = true"),
+        ("wandb", config.wandb != "off", f'observe.wandb = "{config.wandb}"'),
+    ):
+        if is_asked and importlib.util.find_spec(package) is None:
+            raise missing_package(package, asked_by)
+    if config.wandb == "online" and config.wandb_without_login == "error" and not is_logged_in():
+        raise ConfigError(
+            'observe.wandb = "online": nobody is logged in to W&B on this machine',
+            hint='run `wandb login` or set WANDB_API_KEY; or set observe.wandb = "offline" and sync later, or '
+            'observe.wandb_without_login = "offline" to fall back to that',
+        )
+
+
+def is_logged_in() -> bool:
+    """Whether W&B has credentials: of the environment, its settings or netrc. Asks nobody, neither a person at the
+    terminal nor the server."""
+    import wandb
+
+    return bool(wandb.login(prompt=False, verify=False))
 
 
 class Sink(Protocol):
@@ -104,7 +130,8 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """One W&B run per attempt, grouped by run. Offline runs stay in FOLDER/wandb until `wandb sync`.
+    """One W&B run per attempt, grouped by run. Offline runs stay in FOLDER/wandb until `wandb sync`; so does an online
+    one where nobody is logged in, which `emit` tells.
 
     W&B's own process writes the files, and may do so a moment after `close` returned.
     """
@@ -118,21 +145,33 @@ class WandbSink:
         mode: Literal["offline", "online"] = "offline",
         config: Mapping[str, Any] | None = None,
         attempt: int = 1,
+        emit: Callable[..., None] | None = None,
     ):
         try:
             import wandb
+            from wandb.errors import Error as WandbError
         except ImportError as error:
             raise missing_package("wandb", f'observe.wandb = "{mode}"') from error
         Path(folder).mkdir(parents=True, exist_ok=True)
-        self._run = wandb.init(
-            project=project,
-            name=name if attempt == 1 else f"{name} (attempt {attempt})",
-            group=name,
-            dir=str(folder),
-            mode=mode,
-            config=dict(config or {}),
-            settings=wandb.Settings(silent=True, console="off"),
-        )
+        if mode == "online" and not is_logged_in():  # asked now, since W&B would ask at the terminal
+            mode = "offline"
+            if emit is not None:
+                emit("fallback.wandb_offline", reason="nobody is logged in to W&B", folder="wandb")
+        try:
+            self._run = wandb.init(
+                project=project,
+                name=name if attempt == 1 else f"{name} (attempt {attempt})",
+                group=name,
+                dir=str(folder),
+                mode=mode,
+                config=dict(config or {}),
+                settings=wandb.Settings(silent=True, console="off"),
+            )
+        except WandbError as error:
+            raise ConfigError(
+                f'observe.wandb = "{mode}": W&B cannot begin a run: {error}',
+                hint='check the network and `wandb login`, or set observe.wandb = "offline" and sync later',
+            ) from error
         self._stages = StageTracker()
         self._defined: set[str] = set()
 

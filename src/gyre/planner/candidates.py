@@ -18,6 +18,7 @@ from gyre.planner.moments import (
     Job,
     Moment,
     device_bytes_of,
+    disk_bytes_of,
     host_bytes_of,
     page_bytes,
     phase_moments,
@@ -28,7 +29,7 @@ from gyre.vram.config import Residency
 HOST_SHARE = 0.6  # of a host's memory that may be pinned, as in `planner.decide`
 LARGEST_CHUNK = 131_072  # tokens
 CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "full")
-OFFLOAD: tuple[Offload, ...] = ("none", "optimizer", "all")
+OFFLOAD: tuple[Offload, ...] = ("none", "host", "disk")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +63,8 @@ class Fixed:
     shard_ranks: int | None = None
     checkpointing: Checkpointing | None = None
     tokens_per_chunk: int | None = None
-    offload: Offload | None = None
+    offload_optimizer: Offload | None = None
+    offload_gradients: bool | None = None
 
     def given(self) -> dict[str, object]:
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
@@ -80,6 +82,7 @@ class Candidate:
     peak: Moment  # the one that needs the most
     device_bytes: int  # that it needs per GPU
     host_bytes: int  # that it pins per GPU
+    disk_bytes: int  # of a file per GPU; what the disk has is not known here
     short_device_bytes: int  # beyond the budget; 0 when it fits
     short_host_bytes: int
     time: StepTime
@@ -93,9 +96,7 @@ def layouts(job: Job, cluster: Cluster, fixed: Fixed) -> Iterator[Layout]:
     """Every layout that the fixed settings leave."""
     for zero, shard_ranks in _splits(cluster.gpus, cluster.gpu.gpus_per_host, fixed):
         for checkpointing in CHECKPOINTING if fixed.checkpointing is None else (fixed.checkpointing,):
-            for offload in OFFLOAD if fixed.offload is None else (fixed.offload,):
-                if offload == "all" and zero < 2 and fixed.offload is None:
-                    continue  # flat gradients stay on the device: the same as "optimizer"
+            for optimizer, gradients in _offloads(fixed):
                 for tokens in _chunks(job, cluster.gpus, fixed):
                     yield Layout(
                         gpus=cluster.gpus,
@@ -103,7 +104,8 @@ def layouts(job: Job, cluster: Cluster, fixed: Fixed) -> Iterator[Layout]:
                         shard_ranks=shard_ranks,
                         checkpointing=checkpointing,
                         tokens_per_chunk=tokens,
-                        offload=offload,
+                        offload_optimizer=optimizer,
+                        offload_gradients=gradients,
                     )
 
 
@@ -134,10 +136,20 @@ def _judge_as(job: Job, cluster: Cluster, layout: Layout, residency: Residency, 
         peak=peak,
         device_bytes=device_bytes,
         host_bytes=host_bytes,
+        disk_bytes=disk_bytes_of(job, layout),
         short_device_bytes=max(0, device_bytes - cluster.device_budget_bytes),
         short_host_bytes=max(0, host_bytes - cluster.host_budget_bytes),
         time=step_time(job, layout, cluster.gpu, residency),
     )
+
+
+def _offloads(fixed: Fixed) -> Iterator[tuple[Offload, bool]]:
+    """(where the optimizer's state lives, whether gradients are on the host): the larger state goes first."""
+    for optimizer in OFFLOAD if fixed.offload_optimizer is None else (fixed.offload_optimizer,):
+        for gradients in (False, True) if fixed.offload_gradients is None else (fixed.offload_gradients,):
+            if gradients and optimizer == "none" and fixed.offload_gradients is None:
+                continue
+            yield optimizer, gradients
 
 
 def _splits(gpus: int, per_host: int, fixed: Fixed) -> Iterator[tuple[Zero, int]]:

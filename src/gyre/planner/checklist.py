@@ -131,14 +131,32 @@ def _memory(choice: Choice, settings: Settings) -> Line:
     held = sum(state_bytes(job.model, job.dtype, layout).values()) * job.copies
     reason = (
         f"states of {words(from_one)} are {ratio:.2f} × what one GPU has to give: the reference's tree says "
-        f"{tree_for(ratio)}; the fastest that fits is {layout.words()}, {words(held)} per GPU"
+        f"{tree_for(ratio)}; the fastest that fits is {layout.words()}, {words(held)} per GPU; {_offload(choice)}"
     )
-    if not layout.zero and layout.offload == "none":
+    offloads = layout.offload_optimizer != "none" or layout.offload_gradients
+    if not layout.zero and not offloads:
         return Line(name="Memory optimization", state="off", reason=reason)
-    needed = (["ZeRO"] if layout.zero else []) + (["optimizer offload"] if layout.offload != "none" else [])
+    needed = (["ZeRO"] if layout.zero else []) + (["optimizer offload"] if offloads else [])
     missing = [feature for feature in needed if not settings.features[feature]]
     reason += "".join(f"; {feature}: not built" for feature in missing)
     return Line(name="Memory optimization", state="not built" if missing else "on", reason=reason)
+
+
+def _offload(choice: Choice) -> str:
+    """Whether state lives away from the device, where, and why."""
+    layout, best = choice.best.layout, choice.best
+    parts = []
+    if layout.offload_optimizer != "none":
+        parts.append(f'trainer.offload_optimizer = "{layout.offload_optimizer}"')
+    if layout.offload_gradients:
+        parts.append("trainer.offload_gradients = true")
+    if not parts:
+        return "offload off: the states fit on the devices, and copies would take time"
+    sizes = [f"{words(best.host_bytes)} of pinned host memory"]
+    sizes += [f"{words(best.disk_bytes)} under memory.disk_folder"] if best.disk_bytes else []
+    given = choice.fixed.offload_optimizer is not None or choice.fixed.offload_gradients is not None
+    why = "as the config says" if given else "nothing faster fits without"
+    return f"offload on ({' and '.join(parts)}), {why}: {' and '.join(sizes)} per GPU"
 
 
 def _checkpointing(choice: Choice, settings: Settings) -> Line:

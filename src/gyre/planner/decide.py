@@ -6,8 +6,8 @@ would fit. Callers: `wire`, `gyre plan`. The phases are worked out by the same l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from gyre.core.errors import ConfigError, MemoryBudgetError
 from gyre.core.records import Phase
@@ -72,7 +72,7 @@ def make_plan(inputs: PlanInputs, hardware: Hardware) -> Plan:
     per_update = inputs.sequences_per_update or inputs.prompts_per_step * inputs.completions_per_prompt
     given = inputs.sequences_per_update is not None
     reasons["sequences_per_update"] = "given" if given else "all sequences of a step in one update"
-    trial = _first_that_fits(inputs, base, per_update)
+    trial = _fit_or_refuse(inputs, base, per_update)
     reasons |= _explain_trial(inputs, base, trial)
     sizes = Sizes(
         prompts_per_step=inputs.prompts_per_step,
@@ -163,6 +163,32 @@ def _budgets(inputs: PlanInputs, hardware: Hardware, device: DeviceKind, reasons
     )
 
 
+def _fit_or_refuse(inputs: PlanInputs, base: _Base, per_update: int) -> _Trial:
+    """MemoryBudgetError with, where there is one, the least offloading under which it would fit."""
+    try:
+        return _first_that_fits(inputs, base, per_update)
+    except MemoryBudgetError as error:
+        for words_, changed in _more_offloading(inputs):
+            try:
+                _first_that_fits(changed, base, per_update)
+            except MemoryBudgetError:
+                continue
+            raise MemoryBudgetError(error.message, hint=f"{error.hint}; it fits with {words_}") from error
+        raise
+
+
+def _more_offloading(inputs: PlanInputs) -> Iterator[tuple[str, PlanInputs]]:
+    """What could be offloaded beside what is, the least first."""
+    places = ("none", "host", "disk") if inputs.disk_tier else ("none", "host")
+    for place in places[places.index(inputs.offload_optimizer) :]:
+        for gradients in (False, True):
+            changed = replace(inputs, offload_optimizer=place, offload_gradients=gradients or inputs.offload_gradients)
+            if changed == inputs or (place == "none" and gradients):
+                continue
+            also = " and trainer.offload_gradients = true" if changed.offload_gradients else ""
+            yield f'trainer.offload_optimizer = "{place}"{also}', changed
+
+
 def _first_that_fits(inputs: PlanInputs, base: _Base, per_update: int) -> _Trial:
     """Everything resident with a chunk of good size, else moving what must make room, else ever smaller chunks."""
     chunks = _chunk_candidates(inputs, base.device, per_update)
@@ -203,7 +229,9 @@ def _try(inputs: PlanInputs, base: _Base, residency: Residency, tokens: int, *, 
         max_running=base.max_running,
     )
     pages = _kv_pages(inputs, base, residency, working["rollout"], whole=whole_kv)
-    components = predict_components(inputs, dtype=base.dtype, page_tokens=base.page_tokens, kv_pages=pages)
+    components = predict_components(
+        inputs, dtype=base.dtype, page_tokens=base.page_tokens, kv_pages=pages, device=base.device
+    )
     order: tuple[Phase, ...] = RING if inputs.online else ("score", "train", "evaluate")
     cuda = base.device == "cuda"
     phases = walk_ring(components, working, base.budgets, residency, order, keeps_pages=cuda)
@@ -246,7 +274,7 @@ def _kv_pages(inputs: PlanInputs, base: _Base, residency: Residency, working: in
     if whole:
         return wanted
     page_bytes = kv_bytes_per_page(inputs.model, base.dtype, base.page_tokens)
-    others = predict_components(inputs, dtype=base.dtype, page_tokens=base.page_tokens, kv_pages=0)
+    others = predict_components(inputs, dtype=base.dtype, page_tokens=base.page_tokens, kv_pages=0, device=base.device)
     beside = sum(
         component.size_bytes
         for component in others

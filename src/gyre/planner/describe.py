@@ -61,8 +61,10 @@ def reasons(choice: Choice) -> list[str]:
     """Why the best is the best: the faster ones that do not fit, then the ones that fit and are slower."""
     best = choice.best
     said = [f"{_took(best, choice)}, the fastest of those that fit: {best.layout.words()}"]
-    if best.layout.offload != "none":
+    if best.layout.offload_optimizer != "none" or best.layout.offload_gradients:
         said.append(f"{words(best.host_bytes)} of pinned host memory per GPU")
+    if best.disk_bytes:
+        said.append(f"{words(best.disk_bytes)} of disk per GPU, under memory.disk_folder")
     if best.residency == "phase":
         said.append(f"between phases {words(best.host_bytes)} per GPU park on the host")
     for candidate in choice.discarded:
@@ -104,7 +106,7 @@ def _time_rows(choice: Choice) -> list[tuple[str, ...]]:
         ("computed again", time.again_s, "checkpointing, and logits by blocks"),
         ("exposed communication", time.exposed_s, f"of {time.traffic_s:.3f} s: {sent}"),
         ("optimiser and gradient sums", time.memory_s, "bound by device memory"),
-        ("offload", time.host_s, "copies of state to and from the host"),
+        ("offload", time.host_s, "copies of state to and from host or disk"),
         ("switches", time.switch_s, "parking and waking between rollout and training"),
     ]  # fmt: skip
     return [(name, f"{seconds:.3f}", why) for name, seconds, why in rows if seconds]
@@ -136,6 +138,7 @@ def _candidate(choice: Choice, candidate: Candidate) -> dict[str, Any]:
         "sent_bytes": sent_bytes(choice.job, layout),
         "device_bytes": candidate.device_bytes,
         "host_bytes": candidate.host_bytes,
+        "disk_bytes": candidate.disk_bytes,
         "short_device_bytes": candidate.short_device_bytes,
         "short_host_bytes": candidate.short_host_bytes,
         "peak": candidate.peak.name,

@@ -19,7 +19,7 @@ FEATURES: Mapping[str, str] = MappingProxyType(
         "pipeline parallelism": "cluster.pipeline_ranks",
         "ZeRO": "parallel.zero",
         "activation checkpointing": "trainer.checkpointing",
-        "optimizer offload": "trainer.offload",
+        "optimizer offload": "trainer.offload_optimizer",
         "FP8 training": "trainer.matmul=fp8",
         "FP16 with loss scaling": "run.dtype=float16",
         "overlapped data loading": "data.prefetch",

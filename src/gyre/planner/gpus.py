@@ -18,6 +18,7 @@ from gyre.core.errors import ConfigError
 GIB = 1 << 30
 MEASURED_LINK_SHARE = 342 / 450  # all-gather among eight H200s: 342 of 450 GB/s each way
 SHARED_HOST_LINK = 27.9 / 55.0  # a pinned copy when all eight GPUs of a host copy at once, against one alone
+DISK_BYTES_PER_S = 12e9  # of a host's local NVMe disks together, read or written; an estimate: two drives
 NETWORK_BYTES_PER_S = 50e9  # per GPU between hosts: one 400 Gb/s port each, as in the vendor's eight-GPU hosts
 
 

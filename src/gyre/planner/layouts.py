@@ -17,9 +17,10 @@ from typing import Literal
 from gyre.core.records import Checkpointing, Matmul
 from gyre.parallel.config import Zero
 from gyre.planner.activations import ITEM_BYTES
-from gyre.planner.plan import Dtype, ModelNumbers
+from gyre.planner.plan import DeviceKind, Dtype, ModelNumbers
+from gyre.trainer.cuts import GRADIENT_BUFFERS, SLOTS, numbers_per_cut, staging_bytes
 
-Offload = Literal["none", "optimizer", "all"]
+Offload = Literal["none", "host", "disk"]
 
 FLOAT = 4  # bytes of a float32 number
 MOMENTS = 2 * FLOAT
@@ -34,7 +35,8 @@ class Layout:
     shard_ranks: int  # ranks that split the states of one copy; divides gpus; 1 for ZeRO-0
     checkpointing: Checkpointing
     tokens_per_chunk: int
-    offload: Offload  # what lives in host memory while losses and gradients are computed
+    offload_optimizer: Offload  # where master weights of their own and moments live
+    offload_gradients: bool  # whether the float32 gradient lives in host memory
 
     @property
     def replicas(self) -> int:
@@ -48,8 +50,15 @@ class Layout:
         kind = "data parallel" if self.zero == 0 else f"ZeRO-{self.zero}"
         kind = "one GPU" if self.gpus == 1 else kind
         split = f" in {self.replicas} groups of {self.shard_ranks}" if self.hybrid else ""
-        offload = "" if self.offload == "none" else f", {self.offload} state on the host"
-        return f"{kind}{split}, checkpointing {self.checkpointing}, chunks of {self.tokens_per_chunk:,} tokens{offload}"
+        return (
+            f"{kind}{split}, checkpointing {self.checkpointing}, chunks of {self.tokens_per_chunk:,} tokens"
+            f"{self._offload_words()}"
+        )
+
+    def _offload_words(self) -> str:
+        place = {"none": "", "host": "on the host", "disk": "on disk"}[self.offload_optimizer]
+        optimizer = f", optimizer state {place}" if place else ""
+        return optimizer + (", gradients on the host" if self.offload_gradients else "")
 
 
 def state_bytes(model: ModelNumbers, dtype: Dtype, layout: Layout, owner: str = "actor") -> dict[str, int]:
@@ -66,14 +75,53 @@ def state_bytes(model: ModelNumbers, dtype: Dtype, layout: Layout, owner: str = 
 
 
 def away_bytes(states: dict[str, int], layout: Layout) -> dict[str, int]:
-    """The part of the states that lives in host memory during forward and backward passes. FSDP2 offloads parameters
-    and gradients by shards; flat gradients are summed on the device, so they stay."""
-    kinds: dict[Offload, tuple[str, ...]] = {
-        "none": (),
-        "optimizer": ("optimizer", "master"),
-        "all": ("optimizer", "master", "params", "grads") if layout.zero >= 2 else ("optimizer", "master"),
-    }
-    return {name: size for name, size in states.items() if name.rpartition(".")[2] in kinds[layout.offload]}
+    """The part of the states that does not live on the device, on the host or on disk. Shards of FSDP2 are compute
+    weights and master weights at once, so they stay."""
+    return host_state_bytes(states, layout) | disk_state_bytes(states, layout)
+
+
+def host_state_bytes(states: dict[str, int], layout: Layout) -> dict[str, int]:
+    """The part that lives in host memory."""
+    kinds = ("optimizer", "master") if layout.offload_optimizer == "host" else ()
+    return _of_kinds(states, kinds + (("grads",) if layout.offload_gradients else ()))
+
+
+def disk_state_bytes(states: dict[str, int], layout: Layout) -> dict[str, int]:
+    """The part that lives in a file."""
+    return _of_kinds(states, ("optimizer", "master") if layout.offload_optimizer == "disk" else ())
+
+
+def device_staging_bytes(model: ModelNumbers, dtype: Dtype, layout: Layout, cut_bytes: int) -> int:
+    """Of one trained model: the places on the device through which offloaded state visits it."""
+    fields = _visiting_fields(dtype, layout) + (1 if layout.offload_gradients else 0)
+    size = _shard(model.num_parameters, layout)
+    return staging_bytes(cut_bytes, num_fields=fields, size=size) if fields else 0
+
+
+def host_staging_bytes(
+    model: ModelNumbers, dtype: Dtype, layout: Layout, cut_bytes: int, *, device: DeviceKind = "cuda"
+) -> int:
+    """Of one trained model: what lies between a file and a GPU, and between gradients and their sum."""
+    fields, size = _visiting_fields(dtype, layout), _shard(model.num_parameters, layout)
+    found = 0
+    if layout.offload_optimizer == "disk" and device == "cuda":
+        shown = fields + (1 if layout.offload_gradients else 0)
+        found += SLOTS * fields * FLOAT * numbers_per_cut(cut_bytes, num_fields=shown, size=size)
+    if layout.offload_gradients:
+        count = size if layout.zero >= 2 else model.num_parameters
+        found += GRADIENT_BUFFERS * min(cut_bytes, FLOAT * count)
+    return found
+
+
+def _visiting_fields(dtype: Dtype, layout: Layout) -> int:
+    """Float32 numbers of the optimizer state, per parameter, that visit the device."""
+    if layout.offload_optimizer == "none":
+        return 0
+    return 3 if layout.zero < 2 and dtype != "float32" else 2
+
+
+def _of_kinds(states: dict[str, int], kinds: tuple[str, ...]) -> dict[str, int]:
+    return {name: size for name, size in states.items() if name.rpartition(".")[2] in kinds}
 
 
 def frozen_bytes(model: ModelNumbers, dtype: Dtype, layout: Layout) -> int:

@@ -23,10 +23,13 @@ from gyre.planner.activations import (
     layer_backward_bytes,
     saved_bytes,
 )
-from gyre.planner.plan import ComponentPlan, Dtype, ModelNumbers, PlanInputs, Saving
+from gyre.planner.layouts import Layout, device_staging_bytes, host_staging_bytes
+from gyre.planner.plan import ComponentPlan, DeviceKind, Dtype, ModelNumbers, PlanInputs, Saving
+from gyre.trainer.cuts import SLOTS
 from gyre.vram.config import Leave
-from gyre.vram.phases import default_needs, leave_tiers, match_name
+from gyre.vram.phases import default_needs, leave_tiers, match_name, needing_phases
 
+BRIEF: tuple[Tier, ...] = ("device", "none")  # nothing to keep between steps
 TRUNCATION_ROWS, TRUNCATION_BYTES = 64, 48  # as in engine.truncation: rows at a time, bytes per row and token
 
 
@@ -118,15 +121,15 @@ def working_bytes(
 
 
 def predict_components(
-    inputs: PlanInputs, *, dtype: Dtype, page_tokens: int, kv_pages: int
+    inputs: PlanInputs, *, dtype: Dtype, page_tokens: int, kv_pages: int, device: DeviceKind = "cpu"
 ) -> tuple[ComponentPlan, ...]:
     """Bytes and places of each component that the run will have."""
     needs = default_needs(shared_weights=inputs.shared_weights)
     keeping: tuple[Tier, ...] = ("device", "host", "disk") if inputs.disk_tier else ("device", "host")
     rows: list[tuple[str, int, tuple[Tier, ...], str]] = []
-    rows += _trained("actor", inputs.model, dtype, keeping)
+    rows += _trained("actor", inputs, dtype, device, keeping)
     if inputs.critic:
-        rows += _trained("critic", inputs.model, dtype, keeping)
+        rows += _trained("critic", inputs, dtype, device, keeping)
     if inputs.reference:
         rows.append(("reference", *_weights(inputs.model, dtype, keeping)))
     if inputs.reward_model is not None:
@@ -142,17 +145,42 @@ def predict_components(
     return tuple(_component(row, needs, inputs.leave) for row in rows)
 
 
-def _trained(owner: str, model: ModelNumbers, dtype: Dtype, keeping: tuple[Tier, ...]) -> list:
-    """Weights that are trained: float32 gradients and moments, and float32 masters beside lower-precision weights."""
+def _trained(
+    owner: str, inputs: PlanInputs, dtype: Dtype, device: DeviceKind, keeping: tuple[Tier, ...]
+) -> list[tuple[str, int, tuple[Tier, ...], str]]:
+    """Weights that are trained: float32 gradients and moments, and float32 masters beside lower-precision weights; what
+    is offloaded, and the places through which it visits the device."""
+    model = inputs.model
     count = model.num_parameters
-    rows = [
+    away: dict[str, tuple[Tier, ...]] = {"none": keeping, "host": ("host",), "disk": ("disk",)}
+    state = away[inputs.offload_optimizer]
+    rows: list[tuple[str, int, tuple[Tier, ...], str]] = [
         (f"{owner}.params", *_weights(model, dtype, keeping)),
-        (f"{owner}.grads", 4 * count, ("device", "none"), f"{count} × 4 bytes"),
-        (f"{owner}.optimizer", 8 * count, keeping, f"{count} × 2 moments × 4 bytes"),
+        (f"{owner}.grads", 4 * count, ("host",) if inputs.offload_gradients else BRIEF, f"{count} × 4 bytes"),
+        (f"{owner}.optimizer", 8 * count, state, f"{count} × 2 moments × 4 bytes"),
     ]
     if dtype != "float32":
-        rows.append((f"{owner}.master", 4 * count, keeping, f"{count} × 4 bytes"))
+        rows.append((f"{owner}.master", 4 * count, state, f"{count} × 4 bytes"))
+    layout = _alone(inputs)
+    if places := device_staging_bytes(model, dtype, layout, inputs.offload_cut_bytes):
+        rows.append((f"{owner}.staging", places, BRIEF, f"{SLOTS} cuts of offloaded state, on the device"))
+    beside = host_staging_bytes(model, dtype, layout, inputs.offload_cut_bytes, device=device)
+    if beside:
+        rows.append((f"{owner}.staging_host", beside, ("host",), "buffers between the device and what is offloaded"))
     return rows
+
+
+def _alone(inputs: PlanInputs) -> Layout:
+    """This device as the only one."""
+    return Layout(
+        gpus=1,
+        zero=0,
+        shard_ranks=1,
+        checkpointing=inputs.checkpointing,
+        tokens_per_chunk=0,
+        offload_optimizer=inputs.offload_optimizer,
+        offload_gradients=inputs.offload_gradients,
+    )
 
 
 def _weights(model: ModelNumbers, dtype: Dtype, tiers: tuple[Tier, ...]) -> tuple[int, tuple[Tier, ...], str]:
@@ -170,7 +198,7 @@ def _component(
         name=name,
         size_bytes=size_bytes,
         tiers=tiers,
-        phases=need.phases,
+        phases=needing_phases(need, tiers),
         leave=leave_tiers(name, tiers, leave),
         formula=formula,
     )

@@ -25,8 +25,12 @@ from gyre.planner.layouts import (
     FLOAT,
     Layout,
     away_bytes,
+    device_staging_bytes,
+    disk_state_bytes,
     frozen_bytes,
     gathered_bytes,
+    host_staging_bytes,
+    host_state_bytes,
     layer_group_bytes,
     root_parameters,
     state_bytes,
@@ -44,7 +48,6 @@ COLLECTIVE_BYTES = GIB  # buffers of one process group per rank; an estimate: th
 FRAGMENT_SHARE = 0.10
 WORKSPACE_BYTES = 64 * MIB  # cuBLAS keeps one per stream
 KEPT = "kept activations"
-OFFLOAD_BLOCK_BYTES = 512 * MIB  # of optimiser state that visits the device at a time, in two buffers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +80,7 @@ class Job:
     reference: bool = False
     reward_model: ModelNumbers | None = None
     engine: Engine | None = None  # None: nothing is generated
+    offload_cut_bytes: int = 128 * MIB  # of offloaded state that visits the device at a time
 
     @property
     def copies(self) -> int:
@@ -117,14 +121,13 @@ def train_moments(job: Job, layout: Layout, beside: Mapping[str, int] | None = N
     if layout.zero >= 2:  # the root group is reduced as one, when its last gradient is there
         embedding = max(embedding, (item + FLOAT) * root_parameters(m))
     again = again_bytes(m, dtype, job.saving, layout.checkpointing, tokens, longest=job.longest)
-    visiting = _visiting(job, layout)
     during = {**base, **gathered, KEPT: kept}
     deepest = {"computed again": again, "layer's gradients": layer, "head's gradient": head}
     return (
         _moment("loss", during | {"log-probs": loss}),
         _moment("deepest layer", during | deepest),
         _moment("end of backward", base | {"embedding's and head's gradients": embedding}),
-        _moment("optimiser step", base | {"visiting state": visiting}),
+        _moment("optimiser step", base),
     )
 
 
@@ -194,16 +197,25 @@ def device_bytes_of(moment: Moment, layout: Layout) -> int:
 def host_bytes_of(job: Job, layout: Layout, residency: Residency) -> int:
     """Pinned host memory per rank: what is offloaded, and under "phase" everything that leaves and is not destroyed."""
     states = _states(job, layout)
-    away = away_bytes(states, layout)
+    away = host_state_bytes(states, layout) | _host_staging(job, layout)
     if residency == "resident":
         return sum(away.values())
+    on_disk = disk_state_bytes(states, layout)
     shared = job.engine is not None and layout.zero < 2
     leaves = {
         name: size
         for name, size in states.items()
-        if job.engine is not None and not name.endswith(".grads") and not (shared and name == "actor.params")
+        if job.engine is not None
+        and not name.endswith(".grads")
+        and not (shared and name == "actor.params")
+        and name not in on_disk
     }
     return sum((away | leaves | _frozen(job, layout)).values())
+
+
+def disk_bytes_of(job: Job, layout: Layout) -> int:
+    """Of a rank's file of offloaded state."""
+    return sum(disk_state_bytes(_states(job, layout), layout).values())
 
 
 def _states(job: Job, layout: Layout) -> dict[str, int]:
@@ -216,7 +228,18 @@ def _states(job: Job, layout: Layout) -> dict[str, int]:
 def _resident(job: Job, layout: Layout) -> dict[str, int]:
     states = _states(job, layout)
     away = away_bytes(states, layout)
-    return {name: size for name, size in states.items() if name not in away}
+    staging = device_staging_bytes(job.model, job.dtype, layout, job.offload_cut_bytes)
+    places = {f"{owner}.staging": staging for owner in _owners(job)} if staging else {}
+    return {name: size for name, size in states.items() if name not in away} | places
+
+
+def _host_staging(job: Job, layout: Layout) -> dict[str, int]:
+    size = host_staging_bytes(job.model, job.dtype, layout, job.offload_cut_bytes)
+    return {f"{owner}.staging_host": size for owner in _owners(job)} if size else {}
+
+
+def _owners(job: Job) -> tuple[str, ...]:
+    return ("actor", "critic") if job.critic else ("actor",)
 
 
 def _frozen(job: Job, layout: Layout) -> dict[str, int]:
@@ -224,12 +247,6 @@ def _frozen(job: Job, layout: Layout) -> dict[str, int]:
     if job.reward_model is not None:
         found["reward"] = frozen_bytes(job.reward_model, job.dtype, layout)
     return found
-
-
-def _visiting(job: Job, layout: Layout) -> int:
-    """State that comes over in blocks for the update; the next block is under way while one is worked on."""
-    away = sum(away_bytes(_states(job, layout), layout).values())
-    return min(away, 2 * OFFLOAD_BLOCK_BYTES)
 
 
 def _engine(job: Job, layout: Layout, running: int) -> dict[str, int]:

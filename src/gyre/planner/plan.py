@@ -100,6 +100,9 @@ class PlanInputs:
     tokens_per_chunk: int | None = None
     checkpointing: Checkpointing = "none"
     matmul: Matmul = "same"
+    offload_optimizer: Literal["none", "host", "disk"] = "none"
+    offload_gradients: bool = False
+    offload_cut_bytes: int = 128 << 20
     epochs_per_batch: int = 1
     critic: bool = False
     reference: bool = False

@@ -71,7 +71,8 @@ def _check(job: Job, cluster: Cluster, fixed: Fixed) -> None:
 
 def _kind(candidate: Candidate) -> tuple[object, ...]:
     layout = candidate.layout
-    return layout.zero, layout.shard_ranks, layout.checkpointing, layout.offload
+    offload = layout.offload_optimizer, layout.offload_gradients
+    return layout.zero, layout.shard_ranks, layout.checkpointing, *offload
 
 
 def _one_of_each_kind(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
@@ -86,5 +87,6 @@ def _nearest_of_each_kind(candidates: Sequence[Candidate]) -> tuple[Candidate, .
     their time."""
     kinds: dict[tuple[object, ...], Candidate] = {}
     for candidate in sorted(candidates, key=lambda c: (c.short_device_bytes + c.short_host_bytes, c.time.seconds)):
-        kinds.setdefault((candidate.layout.checkpointing, candidate.layout.offload), candidate)
+        layout = candidate.layout
+        kinds.setdefault((layout.checkpointing, layout.offload_optimizer, layout.offload_gradients), candidate)
     return tuple(sorted(kinds.values(), key=in_order))

@@ -10,8 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gyre.planner.activations import ITEM_BYTES, block_columns
-from gyre.planner.gpus import NETWORK_BYTES_PER_S, Gpu
-from gyre.planner.layouts import FLOAT, Layout, away_bytes, layer_item_bytes, root_parameters, state_bytes
+from gyre.planner.gpus import DISK_BYTES_PER_S, NETWORK_BYTES_PER_S, Gpu
+from gyre.planner.layouts import (
+    FLOAT,
+    Layout,
+    away_bytes,
+    disk_state_bytes,
+    layer_item_bytes,
+    root_parameters,
+    state_bytes,
+)
 from gyre.planner.moments import Job, host_bytes_of
 from gyre.vram.config import Residency
 
@@ -117,13 +125,18 @@ def _link_rate(collective: str, layout: Layout, gpu: Gpu) -> float:
 
 
 def _host_seconds(job: Job, layout: Layout, gpu: Gpu, chunks: int) -> float:
-    """Optimiser state there and back once per update; sharded weights come, and gradients go, with every chunk."""
-    away = away_bytes(state_bytes(job.model, job.dtype, layout), layout)
-    moved = 0
-    for name, size in away.items():
-        passes = {"optimizer": 2, "master": 2, "params": 2 * chunks, "grads": 2 * chunks}[name.rpartition(".")[2]]
-        moved += size * passes
-    return job.copies * moved / gpu.host_copy_bytes_per_s(layout.gpus)
+    """Optimiser state there and back once per update, both ways at once; what is in a file waits for the disk, which a
+    host's GPUs share. Gradients go with every chunk, once there and back to be summed over ranks, and come for the
+    update."""
+    states = state_bytes(job.model, job.dtype, layout)
+    away, on_disk = away_bytes(states, layout), sum(disk_state_bytes(states, layout).values())
+    state = sum(size for name, size in away.items() if not name.endswith(".grads"))
+    item = FLOAT if layout.zero >= 2 else ITEM_BYTES[job.dtype]
+    sums = away.get("actor.grads", 0)
+    passes = chunks * item / FLOAT + (2 if layout.gpus > 1 and (layout.zero < 2 or layout.hybrid) else 0) + 1
+    busy = min(layout.gpus, gpu.gpus_per_host)
+    seconds = max(state / gpu.host_copy_bytes_per_s(layout.gpus), 2 * on_disk * busy / DISK_BYTES_PER_S)
+    return job.copies * (seconds + passes * sums / gpu.host_copy_bytes_per_s(layout.gpus))
 
 
 def _switch_seconds(job: Job, layout: Layout, gpu: Gpu, residency: Residency) -> float:

@@ -50,6 +50,17 @@ class TrainerConfig(Section):
     floats, each operand scaled by its largest number; for a GPU of compute capability 8.9 or more, and slowly on a CPU.
     Embedding, head, norms and attention stay in run.dtype, as do matrices with a size that 16 does not divide; master
     weights and the engine's weights are the same either way."""
+    offload_optimizer: Literal["none", "host", "disk"] = "none"
+    """Where master weights of their own and both moments live. none: on the device. host: in pinned host memory. disk:
+    in a file under `memory.disk_folder`. They visit the device in cuts for each update; its numbers are the same. On a
+    CPU, host saves nothing."""
+    offload_gradients: bool = False
+    """Whether the float32 gradient is summed in host memory: each parameter's is sent there as soon as it is
+    complete."""
+    offload_cut_bytes: int = Field(default=128 << 20, ge=4096)
+    """Bytes of a cut; three of them, per trained model, are on the device while it trains."""
+    offload_deadline_s: float = Field(default=300.0, gt=0.0)
+    """Longest that an update waits for one transfer of a cut."""
     trace_steps: tuple[int, ...] = ()
     """Loop steps whose training is traced with torch.profiler, on the first rank: RUN/traces/step-N.trace.json.gz,
     which Perfetto and chrome://tracing open. A traced step is slower. A cold start has none."""

@@ -6,7 +6,7 @@ Caller: trainer.native.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -18,11 +18,13 @@ from gyre.models.heads import ScalarHead
 from gyre.parallel.mesh import Split
 from gyre.trainer.config import TrainerConfig
 from gyre.trainer.float8 import float8_projections, float8_shard, share_amaxes
+from gyre.trainer.home import Home
 from gyre.trainer.optim import AdamW, FlatOptimizer
 from gyre.trainer.optim_sharded import RowOptimizer, SlicedOptimizer
 from gyre.trainer.parallelise import begin_chunk, is_sharded, local_tensors, reshard
 from gyre.trainer.resharding import check_whole, join, load
 from gyre.trainer.start import cut_weights, fill_whole, is_blank, place_constants
+from gyre.vram.fixed import FixedPool
 from gyre.vram.pools import StoragePool
 from gyre.vram.virtual import find_driver
 from gyre.weights.pieces import TensorSource, fill
@@ -41,9 +43,13 @@ class Learner:
         head: ScalarHead | None,
         config: TrainerConfig,
         split: Split,
+        *,
+        folder: Path | None,
+        emit: Callable[..., None],
         weights: TensorSource | None = None,
     ) -> None:
-        """A decoder on the meta device takes its numbers from `weights`, or stays blank until `restore`."""
+        """`folder`: of the disk tier, for offloaded state. A decoder on the meta device takes its numbers from
+        `weights`, or stays blank until `restore`."""
         self.name, self.decoder, self.head, self.split = name, decoder, head, split
         self.checkpointing: Checkpointing = config.checkpointing
         self.dtype = decoder.dtype  # that the forward pass computes in
@@ -57,8 +63,15 @@ class Learner:
         kind: type[AdamW] = FlatOptimizer
         if split.shards_state:
             kind = RowOptimizer if split.shards_weights else SlicedOptimizer
+        device = decoder.device if not is_blank(decoder) else split.mesh.world.device
+        self.home = Home.of(name, device, config, folder, emit)
         self.optimizer = kind(
-            parameters, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, mesh=split.mesh
+            parameters,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            mesh=split.mesh,
+            home=self.home,
         )  # which gives a blank decoder that is not cut the storage that it computes with
         place_constants(decoder, split.mesh.world.device)
         if weights is not None:
@@ -94,18 +107,22 @@ class Learner:
         self.optimizer.zero_grad()
         reshard(self.decoder)
 
-    def pools(self, folder: Path | None) -> list[StoragePool]:
+    def pools(self, folder: Path | None) -> list[StoragePool | FixedPool]:
         """One pool per component. With float32 weights the master is the compute weights and has no pool of its own.
-        Whole compute weights keep their addresses: an engine that shares them has captured those in graphs."""
+        Whole compute weights keep their addresses: an engine that shares them has captured those in graphs. What is
+        offloaded stays where it is; the places through which it visits the device are a component too."""
         optimizer, device = self.optimizer, self.decoder.device
-        contents: dict[str, Mapping[str, Tensor]] = {
-            "params": optimizer.compute_tensors(),
-            "grads": {"grad": optimizer.grad_N},
-            "optimizer": {"exp_avg": optimizer.exp_avg_N, "exp_avg_sq": optimizer.exp_avg_sq_N},
-        }
-        if masters := optimizer.master_tensors():
-            contents["master"] = masters
-        tiers: dict[str, tuple[Tier, ...]] = {"grads": ("device", "none")}  # zero between steps: nothing to keep
+        contents: dict[str, Mapping[str, Tensor]] = {"params": optimizer.compute_tensors()}
+        if not self.home.gradients:
+            contents["grads"] = {"grad": optimizer.grad_N}
+        if self.home.state == "none":
+            contents["optimizer"] = {"exp_avg": optimizer.exp_avg_N, "exp_avg_sq": optimizer.exp_avg_sq_N}
+            if masters := optimizer.master_tensors():
+                contents["master"] = masters
+        if self.home.staging_SFN is not None:
+            contents["staging"] = {"slots": self.home.staging_SFN}
+        brief: tuple[Tier, ...] = ("device", "none")  # zero, or of no meaning, between steps: nothing to keep
+        tiers = {"grads": brief, "staging": brief}
         keeps_addresses = not is_sharded(self.decoder)
         return [
             StoragePool(
@@ -117,11 +134,13 @@ class Learner:
                 driver=find_driver(device) if kind == "params" and keeps_addresses else None,
             )
             for kind, tensors in contents.items()
-        ]
+        ] + self.home.fixed_pools()
 
     def state_tensors(self) -> dict[str, dict[str, Tensor]]:
-        """What a snapshot holds of this rank's, by the component that it lives in. Gradients don't outlive a step."""
+        """What a snapshot holds of this rank's, by the component that it lives in. Gradients don't outlive a step.
+        Offloaded state is read where it lies: host memory, or the mapped file."""
         optimizer = self.optimizer
+        self.home.check()
         weights = "master" if optimizer.master_tensors() else "params"
         moments = {"exp_avg": optimizer.exp_avg_N, "exp_avg_sq": optimizer.exp_avg_sq_N}
         return {
@@ -158,6 +177,7 @@ class Learner:
     def restore(self, tensors: Mapping[str, Tensor], num_updates: int) -> None:
         """Take this rank's part of a whole snapshot, in place. Collective: new weights go to all ranks."""
         self.check(tensors)
+        self.home.check()
         optimizer = self.optimizer
         self.clear()
         masters = {name: tensors[f"{self.name}.master.{name}"] for name in optimizer.shapes}
@@ -166,6 +186,7 @@ class Learner:
             whole_N = tensors[f"{self.name}.optimizer.{key}"]
             moments = {name: whole_N[start:] for name, start in optimizer.starts.items()}
             load(optimizer.places, optimizer.runs(own_N), moments)
+        self.home.flush()
         optimizer.num_updates = num_updates
         optimizer.refresh_compute()
         self.weights_changed()

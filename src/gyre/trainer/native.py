@@ -165,18 +165,19 @@ class NativeTrainer:
         """Make the models that a snapshot holds. The actor last: what begins like it reads it before it is cut."""
         first = weights if is_blank(decoder) else LiveTensors(dict(decoder.named_parameters()))
         config, tenancy, reference, learner = self._config, self._tenancy, None, None
+        make = partial(Learner, config=config, folder=tenancy.folder, emit=self._emit)
         if needs_reference(self._objective) and config.reference == "initial":
             own = Reference(blank_copy(decoder), config, splitter.split("reference"), first)
             reference = tenancy.take_reference(own)
         if needs_critic(self._objective):
             split = splitter.split("critic")
             if critic is not None:
-                learner = Learner("critic", *critic, config, split)
+                learner = make("critic", *critic, split=split)
             else:
                 scores = ScalarHead(decoder.spec.hidden_size, device=self._group.device)
-                learner = Learner("critic", blank_copy(decoder), scores, config, split, first)
+                learner = make("critic", blank_copy(decoder), scores, split=split, weights=first)
             tenancy.take_learner(learner)
-        actor = tenancy.take_learner(Learner("actor", decoder, head, config, splitter.split("actor"), weights))
+        actor = tenancy.take_learner(make("actor", decoder, head, split=splitter.split("actor"), weights=weights))
         assert logprobs is None or not actor.float8, "log-probs that are given know nothing of 8 bits"
         logprobs = logprobs or partial(chunk_logprobs, checkpointing=config.checkpointing, float8=actor.float8)
         self._models, self._reference = Models(actor=actor, critic=learner, logprobs=logprobs), reference
@@ -314,7 +315,7 @@ class NativeTrainer:
         return StepReport(
             step=batch.step,
             version=self._version,
-            metrics=totals.finish(self._group) | self._numbers(plan, factor),
+            metrics=totals.finish(self._group, self._moved()) | self._numbers(plan, factor),
             num_tokens=plan.num_tokens * self._config.epochs_per_batch,
             num_updates=self._version - before,
         )
@@ -371,6 +372,17 @@ class NativeTrainer:
             self._reference.follow(self._models.actor.optimizer, due)
         if due == "refresh":
             self._emit("trainer.reference_refreshed", step=step, version=self._version)
+
+    def _moved(self) -> dict[str, float]:
+        """What offloading moved and waited for since the last step, on this rank; empty without it."""
+        taken = [learner.home.take_traffic() for learner in self._models.learners if learner.home.stream is not None]
+        if not taken:
+            return {}
+        return {
+            "offload_in_bytes": float(sum(one.in_bytes for one in taken)),
+            "offload_out_bytes": float(sum(one.out_bytes for one in taken)),
+            "offload_wait_s": sum(one.waited_s for one in taken),
+        }
 
     def _clear_gradients(self) -> None:
         for learner in self._models.learners:

@@ -5,7 +5,8 @@ One float32 buffer each for master weights, gradients and the two moments, whate
 lie first and what takes no weight decay after them, so decay is one slice. With float32 parameters the master buffer
 IS the parameters' storage; otherwise the parameters are low-precision copies, refreshed after every update.
 
-FlatOptimizer is that of a rank that holds everything; trainer.optim_sharded has those that hold a part.
+FlatOptimizer is that of a rank that holds everything; trainer.optim_sharded has those that hold a part. Master weights
+of their own, moments and gradients lie where `trainer.home` puts them: on the device, or away from it and streamed.
 """
 
 # N numbers of a flat buffer
@@ -15,33 +16,25 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from gyre.kernels.choose import load_adamw
+from gyre.parallel.group import Group
 from gyre.parallel.mesh import Mesh
+from gyre.trainer.adamw import Numbers, Span, UpdateSpan, update_span
+from gyre.trainer.home import Home
+from gyre.trainer.host_gradients import HostGradients
 from gyre.trainer.parallelise import local_part
 from gyre.weights.shards import Place, Shape, ShardLayout, align, whole_layout
 
-BLOCK_CPU = 1 << 17  # numbers per pass: five buffers of a block stay in the caches between the passes
+NORM_NUMBERS = 1 << 24  # whose squares are added in float32
+REDUCE_NUMBERS = 1 << 25  # of a gradient in host memory that visit the device at a time to be summed over ranks
 
 
 def takes_decay(name: str, parameter: Tensor) -> bool:
     """Matrices decay. Norm weights, biases and scalar heads don't."""
     return parameter.dim() >= 2 and parameter.shape[0] > 1 and not name.endswith(".bias")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """Numbers that this rank updates: views of one length."""
-
-    weight_N: Tensor
-    grad_N: Tensor
-    exp_avg_N: Tensor
-    exp_avg_sq_N: Tensor
-    decays: bool
 
 
 class AdamW(ABC):
@@ -61,7 +54,10 @@ class AdamW(ABC):
         eps: float,
         weight_decay: float,
         mesh: Mesh,
+        home: Home | None = None,
+        update_span: UpdateSpan = update_span,
     ) -> None:
+        """Without a `home` everything is on the device. `update_span` updates the moments and weights of one span."""
         self.parameters = dict(parameters)
         self.betas, self.eps, self.weight_decay, self.mesh = betas, eps, weight_decay, mesh
         self.num_updates = 0
@@ -70,15 +66,22 @@ class AdamW(ABC):
         self.starts, self.decay_stop, self.file_size = lay_out(self.shapes, self.decays)
         device = next(iter(self.parameters.values())).device
         self.device = device if device.type != "meta" else mesh.world.device
+        self.home = home or Home("", self.device)
+        self._update_span = update_span
+        self.reduces_by_parts = self.home.gradients and self.device.type == "cuda"  # sums over ranks need the device
+        self.reduce_numbers = REDUCE_NUMBERS
         self._hooks: list = []
 
-    def buffer(self, size: int) -> Tensor:
-        return torch.zeros(size, dtype=torch.float32, device=self.device)
+    def make_buffers(self, *, gradient_size: int, keeps_master: bool) -> Tensor | None:
+        """Make moments and gradient, and return master weights of their own; None if the compute weights are these."""
+        made = self.home.make(self.layout.size, gradient_size=gradient_size, keeps_master=keeps_master)
+        self.grad_N, self.exp_avg_N, self.exp_avg_sq_N = made["grad"], made["exp_avg"], made["exp_avg_sq"]
+        return made.get("master")
 
     def hook(self, grads: Mapping[str, Tensor]) -> None:
         """Collect each parameter's gradient in `grads` as soon as it is complete."""
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(_collector(grads[name]))
+            parameter.register_post_accumulate_grad_hook(_collector(grads[name], self.home.sums))
             for name, parameter in self.parameters.items()
         ]
 
@@ -107,6 +110,16 @@ class AdamW(ABC):
         ...
 
     @abstractmethod
+    def round_masters(self, first: int, master_N: Tensor) -> None:
+        """Bring this rank's compute weights to master weights that lie at `first` of its flat state."""
+        ...
+
+    @abstractmethod
+    def share_compute(self) -> None:
+        """After `round_masters` of all of its state: bring the compute weights to those of all ranks."""
+        ...
+
+    @abstractmethod
     def compute_tensors(self) -> dict[str, Tensor]:
         """Every tensor that lives in the storage of the compute weights, so that all can be given another one."""
         ...
@@ -131,7 +144,25 @@ class AdamW(ABC):
         return {name: flat_N[place.at : place.at + place.stop - place.start] for name, place in self.places.items()}
 
     def zero_grad(self) -> None:
-        self.grad_N.zero_()
+        if self.home.sums is not None:
+            self.home.sums.zero()
+        else:
+            self.grad_N.zero_()
+
+    def settle_gradients(self) -> None:
+        """Wait for gradients that are still on their way to the sum."""
+        if self.home.sums is not None:
+            self.home.sums.settle()
+
+    def all_reduce(self, group: Group, x_N: Tensor) -> None:
+        """Sum over the group; what lies in host memory beside a GPU goes through it a part at a time."""
+        if group.size == 1 or not self.reduces_by_parts:
+            group.all_reduce(x_N)
+            return
+        for part_N in x_N.split(self.reduce_numbers):
+            there_N = part_N.to(group.device)
+            group.all_reduce(there_N)
+            part_N.copy_(there_N)
 
     def grad_norm(self) -> float:
         """Global 2-norm of the summed gradient; infinite or NaN when a gradient is. The same on every rank."""
@@ -140,41 +171,34 @@ class AdamW(ABC):
     def update(self, *, learning_rate: float, grad_scale: float) -> None:
         """AdamW with the summed gradient × grad_scale, then refresh the compute weights and clear the gradient."""
         self.num_updates += 1
-        fused = load_adamw() if self.device.type == "cuda" else None
-        settings = {"learning_rate": learning_rate, "grad_scale": grad_scale}
-        for span in self.spans():
-            size = span.weight_N.numel()
-            if fused is not None:
-                buffers = span.weight_N, span.grad_N, span.exp_avg_N, span.exp_avg_sq_N
-                fused(
-                    *buffers, decay_stop=size if span.decays else 0, betas=self.betas, eps=self.eps,
-                    weight_decay=self.weight_decay, num_updates=self.num_updates, **settings,
-                )  # fmt: skip
-                continue
-            block = BLOCK_CPU if self.device.type == "cpu" else size
-            for start in range(0, size, max(1, block)):
-                self._update_block(span, slice(start, min(start + block, size)), **settings)
-        self.refresh_compute()
+        numbers = Numbers(
+            learning_rate=learning_rate,
+            grad_scale=grad_scale,
+            betas=self.betas,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            num_updates=self.num_updates,
+        )
+        stream, own_masters = self.home.stream, bool(self.master_tensors())
+        if stream is None:
+            for span in self.spans():
+                self._update_span(span, numbers)
+            self.refresh_compute()
+            return
 
-    def _update_block(self, span: Span, at: slice, learning_rate: float, grad_scale: float) -> None:
-        """Same order of operations as torch.optim.AdamW. The gradient's place serves as scratch and is left zero."""
-        beta1, beta2 = self.betas
-        weight_N, grad_N = span.weight_N[at], span.grad_N[at]
-        exp_avg_N, exp_avg_sq_N = span.exp_avg_N[at], span.exp_avg_sq_N[at]
-        if grad_scale != 1.0:
-            grad_N.mul_(grad_scale)
-        if self.weight_decay and span.decays:
-            weight_N.mul_(1.0 - learning_rate * self.weight_decay)
-        exp_avg_N.lerp_(grad_N, 1.0 - beta1)
-        exp_avg_sq_N.mul_(beta2).addcmul_(grad_N, grad_N, value=1.0 - beta2)
-        torch.sqrt(exp_avg_sq_N, out=grad_N)
-        grad_N.div_(math.sqrt(1.0 - beta2**self.num_updates)).add_(self.eps)
-        weight_N.addcdiv_(exp_avg_N, grad_N, value=-learning_rate / (1.0 - beta1**self.num_updates))
-        grad_N.zero_()
+        def update_part(part: Span) -> None:
+            self._update_span(part, numbers)
+            if own_masters:
+                self.round_masters(part.first, part.weight_N)  # while they are on the device
+
+        stream.run(list(self.spans()), update_part)
+        self.share_compute()
+        self.zero_grad()
 
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        self.home.close()
 
 
 class FlatOptimizer(AdamW):
@@ -185,7 +209,8 @@ class FlatOptimizer(AdamW):
         super().__init__(parameters, **settings)
         self.layout = whole_layout(self.shapes, self.starts, self.file_size)
         self.master_is_compute = all(p.dtype == torch.float32 for p in self.parameters.values())
-        self.master_N, self.grad_N, self.exp_avg_N, self.exp_avg_sq_N = (self.buffer(self.file_size) for _ in range(4))
+        own_N = self.make_buffers(gradient_size=self.file_size, keeps_master=not self.master_is_compute)
+        self.master_N = torch.zeros(self.file_size, device=self.device) if own_N is None else own_N
         self._masters = views(self.master_N, self.starts, self.shapes)
         self._grads = views(self.grad_N, self.starts, self.shapes)
         blank = any(parameter.is_meta for parameter in self.parameters.values())
@@ -212,6 +237,7 @@ class FlatOptimizer(AdamW):
     def spans(self) -> Iterator[Span]:
         for first, last in ((0, self.decay_stop), (self.decay_stop, self.file_size)):
             yield Span(
+                first=first,
                 weight_N=self.master_N[first:last],
                 grad_N=self.grad_N[first:last],
                 exp_avg_N=self.exp_avg_N[first:last],
@@ -220,10 +246,11 @@ class FlatOptimizer(AdamW):
             )
 
     def reduce(self) -> None:
-        self.mesh.replica.all_reduce(self.grad_N)
+        self.settle_gradients()
+        self.all_reduce(self.mesh.replica, self.grad_N)
 
     def squared_norm(self) -> Tensor:
-        return torch.linalg.vector_norm(self.grad_N).double().square()
+        return squared_norm_of(self.grad_N)
 
     def compute_tensors(self) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = dict(self.parameters)
@@ -239,6 +266,33 @@ class FlatOptimizer(AdamW):
         """Round the master weights into the parameters, in place."""
         if not self.master_is_compute:
             torch._foreach_copy_(list(self.parameters.values()), [self._masters[name] for name in self.parameters])
+
+    @torch.no_grad()
+    def round_masters(self, first: int, master_N: Tensor) -> None:
+        round_into(self.parameters, self.starts, first, master_N)
+
+    def share_compute(self) -> None:
+        """Every rank has rounded all of it."""
+
+
+def squared_norm_of(x_N: Tensor) -> Tensor:
+    """Float64, []. On a CPU by parts, since one float32 sum of billions of squares loses the small ones."""
+    parts = x_N.split(NORM_NUMBERS) if x_N.device.type == "cpu" else (x_N,)
+    squares = [torch.linalg.vector_norm(part_N).double().square() for part_N in parts]
+    return torch.stack(squares).sum()
+
+
+def round_into(parameters: Mapping[str, Tensor], starts: Mapping[str, int], first: int, master_N: Tensor) -> None:
+    """Round master weights that lie at `first` of a flat buffer into the parts of whole tensors that begin at `starts`
+    there."""
+    last, targets, sources = first + len(master_N), [], []
+    for name, parameter in parameters.items():
+        low, high = max(first, starts[name]), min(last, starts[name] + parameter.numel())
+        if low < high:
+            targets.append(parameter.detach().view(-1)[low - starts[name] : high - starts[name]])
+            sources.append(master_N[low - first : high - first])
+    if targets:
+        torch._foreach_copy_(targets, sources)
 
 
 def views(flat_N: Tensor, starts: Mapping[str, int], shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
@@ -270,12 +324,15 @@ def move_in(parameter: nn.Parameter, home: Tensor) -> None:
     parameter.data = home
 
 
-def _collector(grad: Tensor):
+def _collector(grad: Tensor, sums: HostGradients | None):
     """A hook that moves a parameter's gradient into its place in the flat buffer."""
 
     def collect(parameter: Tensor) -> None:
         assert parameter.grad is not None
-        grad.add_(local_part(parameter.grad))
+        if sums is None:
+            grad.add_(local_part(parameter.grad))
+        else:
+            sums.add(grad.view(-1), local_part(parameter.grad))
         parameter.grad = None
 
     return collect

@@ -15,7 +15,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from gyre.trainer.optim import AdamW, Span, move_in, views
+from gyre.trainer.adamw import Span
+from gyre.trainer.optim import AdamW, move_in, round_into, squared_norm_of, views
 from gyre.trainer.parallelise import is_shard, local_part
 from gyre.weights.shards import ALIGN, align, row_layout, slice_layout
 
@@ -40,10 +41,9 @@ class SlicedOptimizer(AdamW):
         self._whole = self._slice * shard.size
         self._low = self._slice * shard.rank
         self.master_is_compute = self.dtype == torch.float32
-        self.grad_N = self.buffer(self._whole + tail)
-        self.exp_avg_N, self.exp_avg_sq_N = self.buffer(self.layout.size), self.buffer(self.layout.size)
+        own_N = self.make_buffers(gradient_size=self._whole + tail, keeps_master=not self.master_is_compute)
         self.compute_N = torch.zeros(self._whole, dtype=self.dtype, device=self.device)
-        self.master_N = self.compute_N if self.master_is_compute else self.buffer(self.layout.size)
+        self.master_N = self.compute_N if own_N is None else own_N
         self._masters = self.runs(self._own_master_N())
         blank = any(parameter.is_meta for parameter in self.parameters.values())
         trunk = {name: shape for name, shape in self.shapes.items() if name not in apart}
@@ -80,6 +80,7 @@ class SlicedOptimizer(AdamW):
         for index, ((first, last), shift) in enumerate(zip(runs, at_grad, strict=True)):
             if first < last:
                 yield Span(
+                    first=first,
                     weight_N=weight_N[first:last],
                     grad_N=self.grad_N[first + shift : last + shift],
                     exp_avg_N=self.exp_avg_N[first:last],
@@ -88,25 +89,51 @@ class SlicedOptimizer(AdamW):
                 )
 
     def reduce(self) -> None:
-        own_N = self.mesh.shard.reduce_scatter(self.grad_N[: self._whole])
-        self.mesh.replica.all_reduce(own_N)
+        self.settle_gradients()
+        self._reduce_scatter()
+        self.all_reduce(self.mesh.replica, self.grad_N[self._low : self._low + self._slice])
         if self._apart:
-            self.mesh.world.all_reduce(self.grad_N[self._whole :])
+            self.all_reduce(self.mesh.world, self.grad_N[self._whole :])
+
+    def _reduce_scatter(self) -> None:
+        """Sum this rank's slice over the shard group; from host memory beside a GPU a part at a time."""
+        shard = self.mesh.shard
+        if not self.reduces_by_parts:
+            shard.reduce_scatter(self.grad_N[: self._whole])
+            return
+        slices_SN = self.grad_N[: self._whole].view(shard.size, self._slice)
+        step = max(1, self.reduce_numbers // shard.size)
+        for first in range(0, self._slice, step):
+            part_SN = slices_SN[:, first : first + step]
+            there_N = shard.reduce_scatter(part_SN.to(shard.device).reshape(-1))
+            part_SN[shard.rank].copy_(there_N)
 
     def squared_norm(self) -> Tensor:
         own_N, tail_N = self.grad_N[self._low : self._low + self._slice], self.grad_N[self._whole :]
-        found = torch.linalg.vector_norm(own_N).double().square().view(1)
+        found = squared_norm_of(own_N).view(1).to(self.device)
         self.mesh.shard.all_reduce(found)
-        return found + torch.linalg.vector_norm(tail_N).double().square()
+        return found + squared_norm_of(tail_N).to(self.device)
 
     @torch.no_grad()
     def refresh_compute(self) -> None:
         own_N = self.compute_N[self._low : self._low + self._slice]
         if not self.master_is_compute:
             own_N.copy_(self.master_N[: self._slice])
-        self.mesh.shard.all_gather(self.compute_N, own_N)
         for name in self._apart:
             self.parameters[name].copy_(self.masters()[name].view(self.shapes[name]))
+        self.share_compute()
+
+    @torch.no_grad()
+    def round_masters(self, first: int, master_N: Tensor) -> None:
+        trunk = min(max(self._slice - first, 0), len(master_N))  # of the numbers; what is apart follows
+        self.compute_N[self._low + first : self._low + first + trunk].copy_(master_N[:trunk])
+        apart = {name: self.parameters[name] for name in self._apart}
+        tails = {name: self.layout.ranks[0][name].at for name in self._apart}
+        round_into(apart, tails, first + trunk, master_N[trunk:])
+
+    @torch.no_grad()
+    def share_compute(self) -> None:
+        self.mesh.shard.all_gather(self.compute_N, self.compute_N[self._low : self._low + self._slice])
         self.zero_grad()  # of what other ranks own, too
 
     def compute_tensors(self) -> dict[str, Tensor]:
@@ -132,7 +159,7 @@ class RowOptimizer(AdamW):
         for name, master in self.masters().items():
             place = self.places[name]
             assert master.dtype == torch.float32 and len(master) == place.stop - place.start, name
-        self.grad_N, self.exp_avg_N, self.exp_avg_sq_N = (self.buffer(self.layout.size) for _ in range(3))
+        self.make_buffers(gradient_size=self.layout.size, keeps_master=False)
         grads = self.runs(self.grad_N)
         self.hook({name: grads[name].view(local_part(p).shape) for name, p in self.parameters.items()})
 
@@ -146,6 +173,7 @@ class RowOptimizer(AdamW):
         grads, exp_avgs, exp_avg_sqs = (self.runs(flat) for flat in (self.grad_N, self.exp_avg_N, self.exp_avg_sq_N))
         for name, master_N in self.masters().items():
             yield Span(
+                first=self.places[name].at,
                 weight_N=master_N,
                 grad_N=grads[name],
                 exp_avg_N=exp_avgs[name],
@@ -154,17 +182,24 @@ class RowOptimizer(AdamW):
             )
 
     def reduce(self) -> None:
+        self.settle_gradients()
         if self._apart:
-            self.mesh.shard.all_reduce(self.grad_N[self._cut :])
-        self.mesh.replica.all_reduce(self.grad_N)
+            self.all_reduce(self.mesh.shard, self.grad_N[self._cut :])
+        self.all_reduce(self.mesh.replica, self.grad_N)
 
     def squared_norm(self) -> Tensor:
-        found = torch.linalg.vector_norm(self.grad_N[: self._cut]).double().square().view(1)
+        found = squared_norm_of(self.grad_N[: self._cut]).view(1).to(self.device)
         self.mesh.shard.all_reduce(found)
-        return found + torch.linalg.vector_norm(self.grad_N[self._cut :]).double().square()
+        return found + squared_norm_of(self.grad_N[self._cut :]).to(self.device)
 
     def refresh_compute(self) -> None:
         """Nothing to do: weights are gathered from the masters."""
+
+    def round_masters(self, first: int, master_N: Tensor) -> None:
+        """Nothing to do: the masters are the weights."""
+
+    def share_compute(self) -> None:
+        """Nothing to do: as in `refresh_compute`."""
 
     def compute_tensors(self) -> dict[str, Tensor]:
         return {name: local_part(parameter) for name, parameter in self.parameters.items()}

@@ -66,7 +66,7 @@ class Reference:
             target_N = own[run.name].view(-1)[at]
             if how == "average":
                 average_N = self._average[run.name].view(-1)[at]
-                average_N.lerp_(values_N, 1.0 - self._config.reference_moving_average)
+                average_N.lerp_(values_N.to(average_N.device), 1.0 - self._config.reference_moving_average)
                 values_N = average_N
             elif run.name in self._average:
                 self._average[run.name].view(-1)[at].copy_(values_N)

@@ -15,6 +15,7 @@ from gyre.models.heads import ScalarHead
 from gyre.trainer.learner import Learner
 from gyre.trainer.parallelise import local_tensors
 from gyre.trainer.reference import Reference, frozen_pool
+from gyre.vram.fixed import FixedPool
 from gyre.vram.pools import PoolTenant, StoragePool
 
 ScoredModel = tuple[Decoder, ScalarHead]
@@ -27,26 +28,26 @@ class Tenancy(PoolTenant):
     def __init__(self, disk_folder: Path | None, parked: Mapping[str, Tier]) -> None:
         """`parked`: components that leave the device as soon as they are there, so that the next model has its room."""
         super().__init__([])
-        self._folder, self._parked = disk_folder, parked
+        self.folder, self._parked = disk_folder, parked
 
     def take_learner(self, learner: Learner) -> Learner:
-        self._take(learner.pools(self._folder))
+        self._take(learner.pools(self.folder))
         return learner
 
     def take_reference(self, reference: Reference) -> Reference:
-        self._take([reference.pool(self._folder)])
+        self._take([reference.pool(self.folder)])
         return reference
 
     def take_reward(self, model: ScoredModel) -> None:
         decoder, head = model
         tensors = local_tensors(decoder)
         tensors["scalar_head"] = head.weight.detach()
-        self._take([frozen_pool("reward", tensors, decoder.device, self._folder)])
+        self._take([frozen_pool("reward", tensors, decoder.device, self.folder)])
 
-    def _take(self, pools: Sequence[StoragePool]) -> None:
+    def _take(self, pools: Sequence[StoragePool | FixedPool]) -> None:
         for pool in pools:
             self.add(pool)
-            pool.move(self._parked.get(pool.name, "device"))
+            pool.move(self._parked.get(pool.name, pool.tier))
         rank = {name: (ORDER.index(name.partition(".")[0]), at) for at, name in enumerate(self._pools)}
         self._pools = {name: self._pools[name] for name in sorted(self._pools, key=rank.__getitem__)}
 
@@ -54,17 +55,20 @@ class Tenancy(PoolTenant):
         return {component.name: component.tier for component in self.components()}
 
     def need(self, *prefixes: str) -> None:
-        """Every component that begins with one of `prefixes` must be on the device; gradients are made again."""
-        for name, tier in self.tiers().items():
-            if not name.startswith(prefixes) or tier == "device":
+        """Every component that begins with one of `prefixes` and may be on the device must be there; what has no
+        contents to keep is made again."""
+        for component in self.components():
+            name, tiers = component.name, component.tiers
+            if not name.startswith(prefixes) or component.tier == "device" or "device" not in tiers:
                 continue
-            assert name.endswith(".grads"), f"{name} is on tier '{tier}'; the phase needs it on the device"
+            assert tiers == ("device", "none"), f"{name} is on '{component.tier}'; the phase needs it on the device"
             self.move([name], "device")
 
     @contextlib.contextmanager
     def on_device(self, name: str) -> Iterator[None]:
-        """Bring a component to the device for a while."""
-        tier = self.tiers()[name]
+        """Bring a component to the device for a while, if it ever is there."""
+        component = next(one for one in self.components() if one.name == name)
+        tier: Tier = component.tier if "device" in component.tiers else "device"
         if tier != "device":
             self.move([name], "device")
         try:

@@ -62,16 +62,18 @@ class Totals:
         """Count an update that was left out because a gradient was not finite."""
         self._skipped += 1
 
-    def finish(self, group: Group) -> dict[str, float]:
-        """Metrics over all ranks, the same on each."""
+    def finish(self, group: Group, moved: Mapping[str, float]) -> dict[str, float]:
+        """Metrics over all ranks, the same on each. `moved`: what offloading cost this rank; the most of any counts."""
         gap = largest(float(gap) for gap in self._gaps)
         sums = self._sums
         if group.size > 1:
-            shared = group.share({"gap": gap, "sums": {name: pair.tolist() for name, pair in sums.items()}})
+            own = {name: pair.tolist() for name, pair in sums.items()}
+            shared = group.share({"gap": gap, "sums": own, "moved": dict(moved)})
             gap, sums = largest(one["gap"] for one in shared if one["gap"] is not None), {}
+            moved = {name: max(one["moved"][name] for one in shared) for name in moved}
             for one in shared:
                 sums = add_sums(sums, {name: torch.tensor(p, dtype=torch.float64) for name, p in one["sums"].items()})
-        metrics = finish_sums(sums) | {"skipped_updates": float(self._skipped)}
+        metrics = finish_sums(sums) | {"skipped_updates": float(self._skipped), **moved}
         if gap is not None:
             metrics["logprob_gap_max"] = gap
         for learner in self._norms[0] if self._norms else ():

@@ -23,7 +23,7 @@ from gyre.vram import probe, refusals
 from gyre.vram.config import MemoryConfig
 from gyre.vram.entries import STAGING_BYTES, Budgets, Entry, Ledger, MovePlan
 from gyre.vram.ledger import apply_plan, keep_pages, misfits, plan_moves, plan_phase, settle
-from gyre.vram.phases import Need, leave_tiers, match_name
+from gyre.vram.phases import Need, leave_tiers, match_name, needing_phases
 from gyre.vram.virtual import VirtualUsage
 
 POLL_S = 0.05  # between two looks at memory that is on its way back
@@ -150,7 +150,7 @@ class MemoryManager:
             size_bytes=component.size_bytes,
             tier=component.tier,
             tiers=component.tiers,
-            phases=need.phases,
+            phases=needing_phases(need, component.tiers),
             leave=leave_tiers(component.name, component.tiers, self._config.leave),
             wake=need.wake,
         )

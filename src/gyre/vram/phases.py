@@ -60,6 +60,11 @@ def match_name(table: Mapping[str, T], name: str) -> T | None:
     return table[name]
 
 
+def needing_phases(need: Need, tiers: tuple[Tier, ...]) -> tuple[Phase, ...]:
+    """Phases that need a component on the device: none for one that never is there."""
+    return need.phases if "device" in tiers else ()
+
+
 def next_use(phases: tuple[Phase, ...], now: Phase) -> int:
     """Phases of the ring until one of `phases` comes after `now`; len(RING) + 1 when none does."""
     start = RING.index(now) if now in RING else -1

@@ -20,6 +20,7 @@ from torch import Tensor
 from gyre.core.errors import InputError, MemoryBudgetError
 from gyre.core.records import Component, Tier, Usage
 from gyre.vram.diskfile import DiskFile
+from gyre.vram.fixed import FixedPool
 from gyre.vram.hostbuffer import HostBuffer
 from gyre.vram.slabs import adopt
 from gyre.vram.virtual import Driver, VirtualMemory, VirtualUsage, is_present
@@ -272,12 +273,12 @@ def _group_by_storage(name: str, tensors: Mapping[str, Tensor], device: torch.de
 class PoolTenant:
     """The MemoryTenant of an owner whose components are pools. An owner holds one and forwards the three methods."""
 
-    def __init__(self, pools: Sequence[StoragePool]) -> None:
-        self._pools: dict[str, StoragePool] = {}
+    def __init__(self, pools: Sequence[StoragePool | FixedPool]) -> None:
+        self._pools: dict[str, StoragePool | FixedPool] = {}
         for pool in pools:
             self.add(pool)
 
-    def add(self, pool: StoragePool) -> None:
+    def add(self, pool: StoragePool | FixedPool) -> None:
         assert pool.name not in self._pools, f"two components named {pool.name}"
         self._pools[pool.name] = pool
 

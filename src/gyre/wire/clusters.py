@@ -118,13 +118,16 @@ def plan_stages_for(
 def fixed_by(config: RunConfig, request: Request) -> Fixed:
     """What the config sets, and over it what the command line says. Keys that are left out are searched."""
     trainer, parallel = config.trainer, config.parallel
-    ours = {name for name in ("tokens_per_chunk", "checkpointing") if name in trainer.model_fields_set}
+    searched = ("tokens_per_chunk", "checkpointing", "offload_optimizer", "offload_gradients")
+    ours = {name for name in searched if name in trainer.model_fields_set}
     zero = parallel.zero if "zero" in parallel.model_fields_set else None
     return Fixed(
         zero=zero if request.zero is None else request.zero,
         shard_ranks=(parallel.shard_ranks or None) if request.shard_ranks is None else request.shard_ranks,
         tokens_per_chunk=trainer.tokens_per_chunk if "tokens_per_chunk" in ours else None,
         checkpointing=trainer.checkpointing if "checkpointing" in ours else None,
+        offload_optimizer=trainer.offload_optimizer if "offload_optimizer" in ours else None,
+        offload_gradients=trainer.offload_gradients if "offload_gradients" in ours else None,
     )
 
 
@@ -165,6 +168,7 @@ def make_job(inputs: PlanInputs, dtype: Dtype, cluster: Cluster) -> Job:
         reference=inputs.reference,
         reward_model=inputs.reward_model,
         engine=engine,
+        offload_cut_bytes=inputs.offload_cut_bytes,
     )
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from gyre.core.errors import ConfigError, InputError, RankError, SnapshotError, is_disk_full
-from gyre.data.sources import load_prompts
 from gyre.loop.evaluate import Outcome
 from gyre.observe.events import count_events
 from gyre.planner.explain import explain
@@ -33,7 +32,7 @@ from gyre.wire.make import (
 )
 from gyre.wire.order import Order, read_order
 from gyre.wire.run import Run
-from gyre.wire.stages import plan_run, take_held_out
+from gyre.wire.stages import check_answers_fit, load_problems, plan_run, take_held_out
 
 
 def train(
@@ -103,10 +102,11 @@ def evaluate(model: Path, config: RunConfig, *, num_problems: int) -> dict[str, 
     events: list[dict[str, Any]] = []
     emit: Emit = lambda kind, **fields: events.append({"kind": kind, **fields})  # noqa: E731
     policy = load_policy(model, machine)
-    found = load_prompts(config.data, policy.tokenizer, emit=emit)
+    found = load_problems(config, policy.tokenizer, policy.spec.context_tokens, emit)
     key = "--problems" if num_problems else "eval.num_problems"
     num = num_problems or config.eval.num_problems or max(1, len(found.held_out))
     prompts = take_held_out(found.held_out, num, found.source, key)
+    check_answers_fit(config, prompts, policy.spec.context_tokens)
 
     async def go() -> Outcome:
         engine = make_engine(config.engine, policy, machine, emit)

@@ -1,38 +1,55 @@
 """Folders: what lies in a run folder, and which model a command means. In: paths. Out: paths and the config of a run.
 
-config.toml is as given; overrides.txt holds what the command line changed; stage.txt which stages were asked for.
+config.toml is as given; overrides.json holds what the command line changed, a list of texts (a value may hold line
+breaks); stage.txt which stages were asked for.
 Torch-free. Callers: cli, wire.order, wire.commands, wire.run.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import itertools
 import json
 import os
 import shutil
 import tempfile
+import uuid
 from pathlib import Path
 
 from gyre.core.errors import InputError, SnapshotError
 from gyre.runconfig import RunConfig, load_run_config
 
+OVERRIDES = "overrides.json"
+TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # what renaming a folder onto something meets
+
 
 def make_run_folder(config: RunConfig, config_path: Path, overrides: list[str], stage: str) -> Path:
     """runs/NAME, or NAME-2, …; holds the config as given and what the command line changed. It is there whole, or not
-    at all."""
+    at all; of several that are made at once each gets a name of its own."""
     base = Path(config.run.folder) / config.run.name
-    aside = base.with_name(f".{base.name}.{os.getpid()}")
-    shutil.rmtree(aside, ignore_errors=True)
+    aside = base.with_name(f".{base.name}.{uuid.uuid4().hex}")
     aside.mkdir(parents=True)
-    shutil.copyfile(config_path, aside / "config.toml")
-    (aside / "overrides.txt").write_text("".join(f"{line}\n" for line in overrides), encoding="utf-8")
-    (aside / "stage.txt").write_text(stage, encoding="utf-8")
-    folder, number = base, 1
-    while folder.exists():
-        number += 1
-        folder = base.with_name(f"{base.name}-{number}")
-    aside.rename(folder)
-    return folder
+    try:
+        shutil.copyfile(config_path, aside / "config.toml")
+        (aside / OVERRIDES).write_text(json.dumps(overrides, indent=1) + "\n", encoding="utf-8")
+        (aside / "stage.txt").write_text(stage, encoding="utf-8")
+        return _give_name(aside, base)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)  # still there only when something went wrong
+
+
+def _give_name(aside: Path, base: Path) -> Path:
+    for number in itertools.count(1):
+        folder = base if number == 1 else base.with_name(f"{base.name}-{number}")
+        if folder.exists():
+            continue
+        try:
+            return aside.rename(folder)
+        except OSError as error:
+            if error.errno not in TAKEN:  # else somebody was faster
+                raise
+    raise AssertionError("numbers do not end")
 
 
 def hold(folder: Path) -> int | None:
@@ -53,10 +70,10 @@ def hold(folder: Path) -> int | None:
 
 
 def read_overrides(folder: Path) -> list[str]:
-    for name in ("config.toml", "overrides.txt", "stage.txt"):
+    for name in ("config.toml", OVERRIDES, "stage.txt"):
         if not (folder / name).is_file():
             raise SnapshotError(f"{folder} is no run folder: it has no {name}", hint="give a folder under runs/")
-    return (folder / "overrides.txt").read_text(encoding="utf-8").splitlines()
+    return json.loads((folder / OVERRIDES).read_text(encoding="utf-8"))
 
 
 def find_model(target: Path, config_path: Path | None, overrides: list[str]) -> tuple[Path, RunConfig]:

@@ -285,6 +285,7 @@ def make_sinks(config: RunConfig, folder: Path, events: EventLog) -> list[Tensor
                 mode=config.observe.wandb,
                 config=config.model_dump(mode="json"),
                 attempt=events.attempt,
+                emit=events.emit,
             )
         )
     for sink in sinks:

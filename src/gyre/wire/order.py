@@ -9,6 +9,7 @@ from pathlib import Path
 
 from gyre.cluster.ray_cluster import refuse_missing_ray
 from gyre.core.errors import ConfigError
+from gyre.observe.sinks import refuse_trackers
 from gyre.runconfig import RunConfig, load_run_config
 from gyre.wire.folders import read_overrides
 from gyre.wire.goal import why_unjudged
@@ -37,6 +38,7 @@ def read_order(
     config = load_run_config(config_path, overrides)
     if config.cluster.kind == "ray":
         refuse_missing_ray()
+    refuse_trackers(config.observe)
     if stage == COLD_START and config.cold_start is None:
         raise ConfigError("--stage cold_start: the config has no [cold_start]", hint="add the table, or run all stages")
     if check_goal and (reason := why_unjudged(config, stage)):

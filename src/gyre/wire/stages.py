@@ -17,7 +17,7 @@ from gyre.core.seeds import derive_seed
 from gyre.data.config import DataConfig
 from gyre.data.examples import load_examples
 from gyre.data.pairs import load_pairs
-from gyre.data.sources import PairSource, ShuffledSource, load_prompts
+from gyre.data.sources import PairSource, PromptSet, ShuffledSource, load_prompts
 from gyre.models.spec import ModelSpec
 from gyre.objectives.config import (
     AnyObjective,
@@ -77,6 +77,10 @@ def plan_stages(config: RunConfig, wanted: str) -> list[Stage]:
             tokens_per_chunk=config.trainer.tokens_per_chunk,
             checkpointing=config.trainer.checkpointing,
             matmul=config.trainer.matmul,
+            offload_optimizer=config.trainer.offload_optimizer,
+            offload_gradients=config.trainer.offload_gradients,
+            offload_cut_bytes=config.trainer.offload_cut_bytes,
+            offload_deadline_s=config.trainer.offload_deadline_s,
         ),
         data=config.cold_start_data or config.data,
         records_per_step=cold.examples_per_step,
@@ -108,13 +112,13 @@ def load_stage_data(
     config: RunConfig, stage: Stage, tokenizer: Tokenizer, context_tokens: int, emit: Emit
 ) -> StageData:
     """The stage's records, and what it is judged on."""
-    asked = bound_lengths(config.data, prompt=context_tokens - config.rollout.max_tokens, sequence=context_tokens)
     learnt = bound_lengths(stage.data, prompt=context_tokens, sequence=context_tokens)
     seed, num = derive_seed(config.run.seed, "data", stage.name), config.eval.num_problems
     prompts: tuple[Prompt, ...] = ()
     if stage.name == MAIN and uses_engine(config, stage.objective):
-        found = load_prompts(asked, tokenizer, emit=emit)
+        found = load_problems(config, tokenizer, context_tokens, emit)
         prompts = take_held_out(found.held_out, num, found.source)
+        check_answers_fit(config, prompts, context_tokens)
         if needs_rollouts(stage.objective):
             longest = max(len(prompt.tokens) for prompt in (*found.train, *prompts))
             source = ShuffledSource(found.train, seed, found.source)
@@ -144,6 +148,24 @@ def load_stage_data(
         sample_prompts=prompts[:3],
         eval_batch=TrainBatch(sequences=held_out_sequences, step=0) if held_out_sequences else None,
     )
+
+
+def load_problems(config: RunConfig, tokenizer: Tokenizer, context_tokens: int, emit: Emit) -> PromptSet:
+    """The problems of the main stage: what `gyre eval` measures is what the run held out."""
+    asked = bound_lengths(config.data, prompt=context_tokens - config.rollout.max_tokens, sequence=context_tokens)
+    return load_prompts(asked, tokenizer, emit=emit)
+
+
+def check_answers_fit(config: RunConfig, prompts: Sequence[Prompt], context_tokens: int) -> None:
+    """Rollouts fit by how the problems were bounded; evaluation may ask for longer answers."""
+    longest = max((len(prompt.tokens) for prompt in prompts), default=0)
+    if longest + config.eval.max_tokens > context_tokens:
+        raise ConfigError(
+            f"eval.max_tokens = {config.eval.max_tokens} after held-out prompts of up to {longest} tokens: the context "
+            f"is {context_tokens} tokens",
+            hint=f"lower eval.max_tokens to at most {max(1, context_tokens - longest)}, or leave it out to take "
+            f"rollout.max_tokens = {config.rollout.max_tokens}",
+        )
 
 
 def bound_lengths(data: DataConfig, *, prompt: int, sequence: int) -> DataConfig:
@@ -209,6 +231,9 @@ def read_inputs(
         tokens_per_chunk=stage.trainer.tokens_per_chunk,
         checkpointing=stage.trainer.checkpointing,
         matmul=stage.trainer.matmul,
+        offload_optimizer=stage.trainer.offload_optimizer,
+        offload_gradients=stage.trainer.offload_gradients,
+        offload_cut_bytes=stage.trainer.offload_cut_bytes,
         epochs_per_batch=stage.trainer.epochs_per_batch,
         critic=needs_critic(stage.objective),
         reference=needs_reference(stage.objective) and stage.trainer.reference == "initial",

@@ -36,10 +36,11 @@ LARGE = Tile(m=128, n=128, k=64, warps=8, stages=4)
 GROUP = 8  # row tiles that share a sweep over the columns, for the L2 cache
 
 
+TILES = {1: SMALL, 65: MIDDLE, 513: LARGE}  # by the fewest rows that take it
+
+
 def choose_tile(num_rows: int) -> Tile:
-    if num_rows <= 64:
-        return SMALL
-    return MIDDLE if num_rows <= 512 else LARGE
+    return TILES[max(fewest for fewest in TILES if fewest <= max(1, num_rows))]
 
 
 def invariant_linear(
@@ -67,7 +68,7 @@ def invariant_linear(
     return out_MN
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _linear(
     x_ptr, weight_ptr, bias_ptr, residual_ptr, out_ptr, num_rows, x_stride,
     N: tl.constexpr, K: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr, TK: tl.constexpr, GROUP: tl.constexpr,

@@ -152,7 +152,7 @@ def enter_pages(table_RP: Tensor, entries_3N: Tensor) -> None:
     _enter_pages[(triton.cdiv(count, 256),)](table_RP, entries_3N, table_RP.stride(0), count, BLOCK=256)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _enter_pages(table_ptr, entries_ptr, table_stride, count, BLOCK: tl.constexpr):
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = offs < count

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gyre.kernels.gpu.decode_attention import DecodeWork
-from gyre.kernels.gpu.items import INVARIANT_PIECE, cut_pieces
+from gyre.kernels.gpu.items import INVARIANT_PIECE, cut_pieces, pack
 
 SLAB_ITEMS = 16_384  # pieces that one call of the kernel leaves in its scratch, at most
 
@@ -44,6 +44,7 @@ def cut_slabs(row_T: np.ndarray, position_T: np.ndarray, *, longest_tokens: int,
 
 
 def send(device: torch.device, *arrays: np.ndarray) -> list[Tensor]:
-    """Return the arrays on the device as int32, sent in one copy."""
-    flat = torch.from_numpy(np.concatenate(arrays).astype(np.int32)).pin_memory()
-    return list(flat.to(device, non_blocking=True).split([len(array) for array in arrays]))
+    """Return the arrays on the device as int32, sent in one copy, each aligned as kernels were compiled for."""
+    flat, spans = pack(arrays)
+    sent = torch.from_numpy(flat).pin_memory().to(device, non_blocking=True)
+    return [sent[span] for span in spans]

@@ -1,0 +1,93 @@
+"""AdamW of one span of numbers, in place. In: weights, summed gradient and moments, the numbers of one update. Out: the
+same tensors, changed. Caller: trainer.optim, which any function of the same form can serve in place of `update_span`.
+"""
+
+# N numbers of a span
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gyre.kernels.choose import load_adamw
+
+BLOCK_CPU = 1 << 17  # numbers per pass: five buffers of a block stay in the caches between the passes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Numbers that this rank updates: views of one length, at `first` of the rank's flat state."""
+
+    first: int
+    weight_N: Tensor
+    grad_N: Tensor
+    exp_avg_N: Tensor
+    exp_avg_sq_N: Tensor
+    decays: bool
+
+    @property
+    def last(self) -> int:
+        return self.first + len(self.weight_N)
+
+    def part(self, first: int, last: int) -> Span:
+        """Numbers [first, last) of the state, which lie in the span."""
+        at = slice(first - self.first, last - self.first)
+        return Span(
+            first=first,
+            weight_N=self.weight_N[at],
+            grad_N=self.grad_N[at],
+            exp_avg_N=self.exp_avg_N[at],
+            exp_avg_sq_N=self.exp_avg_sq_N[at],
+            decays=self.decays,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numbers:
+    """Of one update. The gradient is multiplied by `grad_scale` first; `num_updates` counts this one."""
+
+    learning_rate: float
+    grad_scale: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    num_updates: int
+
+
+UpdateSpan = Callable[[Span, Numbers], None]
+
+
+def update_span(span: Span, numbers: Numbers) -> None:
+    """One update of weights and moments; the gradient is zero afterwards."""
+    size, device_type = span.weight_N.numel(), span.weight_N.device.type
+    fused = load_adamw() if device_type == "cuda" else None
+    if fused is not None:
+        fused(
+            span.weight_N, span.grad_N, span.exp_avg_N, span.exp_avg_sq_N, decay_stop=size if span.decays else 0,
+            learning_rate=numbers.learning_rate, grad_scale=numbers.grad_scale, betas=numbers.betas, eps=numbers.eps,
+            weight_decay=numbers.weight_decay, num_updates=numbers.num_updates,
+        )  # fmt: skip
+        return
+    block = BLOCK_CPU if device_type == "cpu" else size
+    for start in range(0, size, max(1, block)):
+        _update_block(span.part(span.first + start, span.first + min(start + block, size)), numbers)
+
+
+def _update_block(span: Span, numbers: Numbers) -> None:
+    """Same order of operations as torch.optim.AdamW. The gradient's place serves as scratch and is left zero."""
+    (beta1, beta2), rate, count = numbers.betas, numbers.learning_rate, numbers.num_updates
+    weight_N, grad_N, exp_avg_N, exp_avg_sq_N = span.weight_N, span.grad_N, span.exp_avg_N, span.exp_avg_sq_N
+    if numbers.grad_scale != 1.0:
+        grad_N.mul_(numbers.grad_scale)
+    if numbers.weight_decay and span.decays:
+        weight_N.mul_(1.0 - rate * numbers.weight_decay)
+    exp_avg_N.lerp_(grad_N, 1.0 - beta1)
+    exp_avg_sq_N.mul_(beta2).addcmul_(grad_N, grad_N, value=1.0 - beta2)
+    torch.sqrt(exp_avg_sq_N, out=grad_N)
+    grad_N.div_(math.sqrt(1.0 - beta2**count)).add_(numbers.eps)
+    weight_N.addcdiv_(exp_avg_N, grad_N, value=-rate / (1.0 - beta1**count))
+    grad_N.zero_()

@@ -1,0 +1,208 @@
+"""Home: where a learner's optimiser state and float32 gradient live between updates. In: the trainer's config, the
+number of numbers. Out: flat buffers there, the stream that brings them to the device, memory components. Callers:
+trainer.optim, trainer.learner.
+
+On the device nothing is streamed. "host" is pinned memory beside a GPU and plain memory on a CPU, where it saves
+nothing; "disk" is a file.
+"""
+
+# N numbers of a flat buffer, S slots, F fields that visit the device
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from gyre.core.errors import ConfigError
+from gyre.trainer.config import TrainerConfig
+from gyre.trainer.cuts import FLOAT_BYTES, GRADIENT_BUFFERS, SLOTS, numbers_per_cut
+from gyre.trainer.host_gradients import HostGradients
+from gyre.trainer.offload import FileCarrier, HostCarrier, Slot, Stream, Traffic
+from gyre.trainer.state_file import StateFile
+from gyre.vram.fixed import FixedPool
+from gyre.vram.hostbuffer import HostBuffer
+
+
+class Home:
+    """Of one learner. `make` is called once."""
+
+    def __init__(
+        self,
+        name: str,
+        device: torch.device,
+        *,
+        state: Literal["none", "host", "disk"] = "none",
+        gradients: bool = False,
+        cut_bytes: int = 1 << 27,
+        deadline_s: float = 300.0,
+        folder: Path | None = None,
+        emit: Callable[..., None] | None = None,
+    ) -> None:
+        """`state` and `gradients`: what lives away from the device. ConfigError for a disk without a folder."""
+        if state == "disk" and folder is None:
+            raise ConfigError(
+                'trainer.offload_optimizer = "disk" has no folder for its file', hint="set memory.disk_folder"
+            )
+        self.name, self.device, self.state, self.gradients = name, device, state, gradients
+        self._cut_bytes, self._deadline_s, self._folder = cut_bytes, deadline_s, folder
+        self._emit = emit or (lambda kind, **fields: None)
+        self._host: dict[str, list[HostBuffer]] = {}  # by component
+        self._file: StateFile | None = None
+        self._carrier: HostCarrier | FileCarrier | None = None
+        self.buffers: dict[str, Tensor] = {}
+        self.staging_SFN: Tensor | None = None
+        self.stream: Stream | None = None
+        self.sums: HostGradients | None = None
+
+    @classmethod
+    def of(
+        cls, name: str, device: torch.device, config: TrainerConfig, folder: Path | None, emit: Callable[..., None]
+    ) -> Home:
+        return cls(
+            name,
+            device,
+            state=config.offload_optimizer,
+            gradients=config.offload_gradients,
+            cut_bytes=config.offload_cut_bytes,
+            deadline_s=config.offload_deadline_s,
+            folder=folder,
+            emit=emit,
+        )
+
+    def make(self, size: int, *, gradient_size: int, keeps_master: bool) -> dict[str, Tensor]:
+        """Zeroed float32 buffers: "exp_avg", "exp_avg_sq", "grad", and "master" if it is kept apart. `size`: numbers of
+        the state."""
+        fields = (["master"] if keeps_master else []) + ["exp_avg", "exp_avg_sq"]
+        if self.state == "none":
+            self.buffers = {field: self._on_device(size) for field in fields}
+        elif self.state == "host":
+            owner = {"master": "master", "exp_avg": "optimizer", "exp_avg_sq": "optimizer"}
+            self.buffers = {field: self._on_host(owner[field], size).view(torch.float32) for field in fields}
+        else:
+            assert self._folder is not None
+            sizes = dict.fromkeys(fields, size)
+            self._file = StateFile(self._folder, f"{self.name}.optimizer", sizes, self._emit)
+            self.buffers = dict(self._file.buffers)
+        away = fields if self.state != "none" else []
+        grad_N = self._on_host("grads", gradient_size).view(torch.float32) if self.gradients else None
+        self.buffers["grad"] = self._on_device(gradient_size) if grad_N is None else grad_N
+        if grad_N is not None:
+            self._make_sums(grad_N)
+        if away or self.gradients:
+            self._make_stream(size, away)
+            self._tell(size, away)
+        return self.buffers
+
+    def check(self) -> None:
+        """Before the state is read or written as it lies: SnapshotError if it is torn or its file is short. Waits for
+        the disk."""
+        if self.stream is not None:
+            self.stream.check()
+        if self._carrier is not None:
+            self._carrier.settle()
+        if self._file is not None:
+            self._file.check()
+
+    def flush(self) -> None:
+        """After the state was written as it lies."""
+        if self._file is not None:
+            self._file.flush()
+
+    def take_traffic(self) -> Traffic:
+        """Bytes moved and time waited since the last call."""
+        taken = Traffic() if self.stream is None else self.stream.take_traffic()
+        if self.sums is not None:
+            taken.out_bytes += self.sums.out_bytes
+            taken.waited_s += self.sums.waited_s
+            self.sums.out_bytes, self.sums.waited_s = 0, 0.0
+        return taken
+
+    def fixed_pools(self) -> list[FixedPool]:
+        """Components that never are on the device."""
+        pools = []
+        for part, buffers in self._host.items():
+            pages = [buffer.watch() for buffer in buffers]
+            pools.append(
+                FixedPool(
+                    f"{self.name}.{part}",
+                    "host",
+                    size_bytes=sum(buffer.size_bytes for buffer in buffers),
+                    held_bytes=lambda pages=pages: sum(len(page) for ref in pages if (page := ref()) is not None),
+                )
+            )
+        if self._file is not None:
+            file, parts = self._file, {"optimizer": ("exp_avg", "exp_avg_sq"), "master": ("master",)}
+            for part, fields in parts.items():
+                size_bytes = sum(file.bytes_of(field) for field in fields)
+                if size_bytes:
+                    held = lambda size_bytes=size_bytes: size_bytes if file.is_whole() else 0  # noqa: E731
+                    pools.append(FixedPool(f"{self.name}.{part}", "disk", size_bytes=size_bytes, held_bytes=held))
+        return pools
+
+    def close(self) -> None:
+        """End threads and remove the file. The buffers must not be used after."""
+        if self.sums is not None:
+            self.sums.close()
+        if isinstance(self._carrier, FileCarrier):
+            self._carrier.close()
+        if self._file is not None:
+            self._file.close()
+        self.buffers, self._file, self._host = {}, None, {}
+
+    def _on_device(self, size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.float32, device=self.device)
+
+    def _on_host(self, part: str, size: int, item_bytes: int = FLOAT_BYTES) -> Tensor:
+        """Zeroed bytes of a component's."""
+        buffer = HostBuffer(
+            max(1, size) * item_bytes, pin=self.device.type == "cuda", owner=f"component {self.name}.{part}"
+        )
+        self._host.setdefault(part, []).append(buffer)
+        return buffer.bytes[: size * item_bytes]
+
+    def _make_sums(self, grad_N: Tensor) -> None:
+        size_bytes = min(self._cut_bytes, FLOAT_BYTES * len(grad_N))
+        buffers = [self._on_host("staging_host", size_bytes, item_bytes=1) for _ in range(GRADIENT_BUFFERS)]
+        self.sums = HostGradients(grad_N, buffers, self.device, self._deadline_s)
+
+    def _make_stream(self, size: int, away: list[str]) -> None:
+        fields = [*away, *(["grad"] if self.gradients else [])]
+        numbers = numbers_per_cut(self._cut_bytes, num_fields=len(fields), size=size)
+        self.staging_SFN = torch.zeros(SLOTS, len(fields), numbers, dtype=torch.float32, device=self.device)
+        slots = [Slot(device=dict(zip(fields, slot_FN, strict=True)), host={}) for slot_FN in self.staging_SFN]
+        if self._file is not None:
+            for slot in slots:
+                slot.host = {field: self._beside(slot.device[field]) for field in away}
+            self._carrier = FileCarrier(self._file, self.device, self._deadline_s)
+        elif away:
+            self._carrier = HostCarrier({field: self.buffers[field] for field in away}, self.device, self._deadline_s)
+        self.stream = Stream(
+            slots,
+            self._carrier,
+            numbers=numbers,
+            device=self.device,
+            deadline_s=self._deadline_s,
+            where=str(self._file.path) if self._file is not None else "host memory",
+        )
+
+    def _beside(self, slot_N: Tensor) -> Tensor:
+        """Host memory that a file is read to, for a place on the device; on a CPU the place itself."""
+        if self.device.type == "cpu":
+            return slot_N
+        return self._on_host("staging_host", len(slot_N)).view(torch.float32)
+
+    def _tell(self, size: int, away: list[str]) -> None:
+        assert self.staging_SFN is not None
+        self._emit(
+            "trainer.offload",
+            learner=self.name,
+            optimizer=self.state,
+            gradients=self.gradients,
+            size_bytes=FLOAT_BYTES * size * len(away),
+            staging_bytes=self.staging_SFN.numel() * FLOAT_BYTES,
+            path="" if self._file is None else str(self._file.path),
+        )

@@ -1,0 +1,287 @@
+"""Offload: optimiser state that lives in host memory or in a file visits the device in cuts for an update. In: spans
+whose state is away, a function that updates one. Out: the same numbers as if the state had been there, the bytes moved
+and the time waited. Callers: trainer.home makes it, trainer.optim runs it.
+
+While cut i is updated, cut i + 1 is on its way in and cut i − 1 on its way back, through a few fixed places on the
+device (slots). Host memory is copied by two lanes; a file is read by one thread and written by another, through pinned
+memory where there is a GPU. A slot is filled again only when what it held is back, so nothing queues up.
+"""
+
+# N numbers of a cut, S slots, F fields of the state
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from gyre.core.errors import DeadlineError, GyreError, SnapshotError
+from gyre.trainer.adamw import Span
+from gyre.trainer.cuts import Cut, plan_cuts
+from gyre.trainer.lanes import Mark, Reached, compute_lane, make_lane, seconds_between, wait_for
+from gyre.trainer.state_file import StateFile
+
+FIELDS = {"master": "weight_N", "exp_avg": "exp_avg_N", "exp_avg_sq": "exp_avg_sq_N", "grad": "grad_N"}
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What updates have moved since it was last taken."""
+
+    in_bytes: int = 0
+    out_bytes: int = 0
+    waited_s: float = 0.0  # of the computation, for transfers
+
+
+@dataclass(slots=True)
+class Slot:
+    """One place on the device for a cut."""
+
+    device: dict[str, Tensor]  # [N] by field
+    host: dict[str, Tensor]  # where a file is read to and written from; on a CPU the same memory
+    computed: Mark = field(default_factory=Reached)  # the update of what it holds
+    gradient: Mark = field(default_factory=Reached)  # its gradient has come
+    fetched: Any = None  # by the carrier
+    stored: Any = None
+
+
+class Carrier(Protocol):
+    """Brings cuts of the state into slots and back."""
+
+    def settle(self) -> None:
+        """Before the state is read again: wait until what the last update wrote is safe. Raises what hindered it."""
+        ...
+
+    def fetch(self, cut: Cut, slot: Slot) -> None:
+        """Begin; what the slot held before is brought back first."""
+        ...
+
+    def fetched(self, slot: Slot) -> Mark:
+        """The mark behind which the slot holds its cut. Raises what hindered it."""
+        ...
+
+    def store(self, cut: Cut, slot: Slot) -> None:
+        """Begin to bring back what `slot.computed` is the end of."""
+        ...
+
+    def drain(self, slots: Sequence[Slot]) -> None:
+        """Wait until everything is back. Raises what hindered it."""
+        ...
+
+    def first_lost(self, slots: Sequence[Slot]) -> BaseException | None:
+        """After a failure: wait for what is under way, and return why a cut could not be brought back."""
+        ...
+
+
+class HostCarrier:
+    """Between the device and host memory."""
+
+    def __init__(self, buffers: Mapping[str, Tensor], device: torch.device, deadline_s: float) -> None:
+        self._buffers, self._deadline_s = buffers, deadline_s
+        self._in, self._out = make_lane(device), make_lane(device)
+
+    def settle(self) -> None:
+        """Copies were waited for by `drain`."""
+
+    def fetch(self, cut: Cut, slot: Slot) -> None:
+        self._in.after(slot.computed)
+        self._in.after(slot.stored or Reached())
+        for name, flat_N in self._buffers.items():
+            self._in.copy(slot.device[name][: cut.size], flat_N[cut.first : cut.last])
+        slot.fetched = self._in.mark()
+
+    def fetched(self, slot: Slot) -> Mark:
+        return slot.fetched
+
+    def store(self, cut: Cut, slot: Slot) -> None:
+        self._out.after(slot.computed)
+        for name, flat_N in self._buffers.items():
+            self._out.copy(flat_N[cut.first : cut.last], slot.device[name][: cut.size])
+        slot.stored = self._out.mark()
+
+    def drain(self, slots: Sequence[Slot]) -> None:
+        for slot in slots:
+            if slot.stored is not None:
+                wait_for(slot.stored, deadline_s=self._deadline_s, what="a copy of optimizer state to the host")
+
+    def first_lost(self, slots: Sequence[Slot]) -> BaseException | None:
+        return None  # a copy that a device refuses breaks the device
+
+
+class FileCarrier:
+    """Between the device and a file. `close` before the file's own."""
+
+    def __init__(self, file: StateFile, device: torch.device, deadline_s: float) -> None:
+        self._file, self._deadline_s = file, deadline_s
+        self._in, self._out = make_lane(device), make_lane(device)
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="offload-read")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="offload-write")
+        self._flushed: Future[None] | None = None
+
+    def settle(self) -> None:
+        """Until the disk has it: what it refuses is told only then, and would be read as it was before."""
+        if self._flushed is not None:
+            self._result(self._flushed, "flush")
+        self._flushed = None
+
+    def fetch(self, cut: Cut, slot: Slot) -> None:
+        slot.fetched = self._reader.submit(self._read, cut, slot, slot.stored)
+
+    def fetched(self, slot: Slot) -> Mark:
+        return self._result(slot.fetched, "read")
+
+    def store(self, cut: Cut, slot: Slot) -> None:
+        self._out.after(slot.computed)
+        for name, host_N in slot.host.items():
+            if host_N is not slot.device[name]:
+                self._out.copy(host_N[: cut.size], slot.device[name][: cut.size])
+        slot.stored = self._writer.submit(self._write, cut, slot, self._out.mark())
+
+    def drain(self, slots: Sequence[Slot]) -> None:
+        for slot in slots:
+            if slot.stored is not None:
+                self._result(slot.stored, "write")
+        self._flushed = self._writer.submit(self._file.flush)
+
+    def first_lost(self, slots: Sequence[Slot]) -> BaseException | None:
+        stores = [slot.stored for slot in slots if slot.stored is not None]
+        fetches = [slot.fetched for slot in slots if slot.fetched is not None]
+        wait([*stores, *fetches], self._deadline_s)
+        return next((error for one in stores if one.done() and (error := one.exception()) is not None), None)
+
+    def close(self) -> None:
+        pending = [self._flushed] if self._flushed is not None else []
+        wait(pending, self._deadline_s)  # whatever it says: the state is thrown away
+        for threads in (self._reader, self._writer):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def _read(self, cut: Cut, slot: Slot, stored: Future[None] | None) -> Mark:
+        if stored is not None:
+            self._result(stored, "write")
+        self._in.after(slot.computed)
+        for name, host_N in slot.host.items():
+            self._file.read(name, cut.first, host_N[: cut.size])
+            if host_N is not slot.device[name]:
+                self._in.copy(slot.device[name][: cut.size], host_N[: cut.size])
+        return self._in.mark()
+
+    def _write(self, cut: Cut, slot: Slot, copied: Mark) -> None:
+        wait_for(copied, deadline_s=self._deadline_s, what="a copy of optimizer state to the host")
+        for name, host_N in slot.host.items():
+            self._file.write(name, cut.first, host_N[: cut.size])
+
+    def _result(self, work: Future[Any], what: str) -> Any:
+        try:
+            return work.result(self._deadline_s)
+        except TimeoutError:
+            raise DeadlineError(
+                f"a {what} of offloaded optimizer state in {self._file.path} did not end within {self._deadline_s:g} s",
+                hint="the disk is slow or stuck: raise trainer.offload_deadline_s, or check it",
+            ) from None
+
+
+class Stream:
+    """Updates spans cut by cut. Not thread-safe: runs on the compute thread."""
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        carrier: Carrier | None,
+        *,
+        numbers: int,
+        device: torch.device,
+        deadline_s: float,
+        where: str,
+    ) -> None:
+        """`numbers`: of a cut, as the slots have them. Without a carrier the state is on the device, and only the
+        gradient comes. `where`: for the words of errors."""
+        self._slots, self._carrier, self._numbers, self._device = slots, carrier, numbers, device
+        self._deadline_s, self._where = deadline_s, where
+        self._gradients = make_lane(device)
+        self._torn: BaseException | None = None
+        self.traffic = Traffic()
+
+    def check(self) -> None:
+        """SnapshotError when an update was cut short: some numbers are of after it, some of before."""
+        if self._torn is not None:
+            raise SnapshotError(
+                f"an update of the optimizer state in {self._where} was cut short: {self._torn}",
+                hint="resume the run from its last snapshot",
+            ) from self._torn
+
+    def run(self, spans: Sequence[Span], update: Callable[[Span], None]) -> None:
+        """Call `update` for every number of the spans once, with all its tensors on the device."""
+        self.check()
+        cuts = plan_cuts([(span.first, span.last) for span in spans], numbers=self._numbers)
+        try:
+            if self._carrier is not None:
+                began = time.perf_counter()
+                self._carrier.settle()
+                self.traffic.waited_s += time.perf_counter() - began
+            self._run(cuts, spans, update)
+        except BaseException as error:
+            lost = self._carrier.first_lost(self._slots) if self._carrier is not None else None
+            self._torn = lost or error
+            if isinstance(lost, GyreError) and lost is not error:
+                raise lost from error  # a write that failed comes before whatever failed because of it
+            raise
+
+    def _run(self, cuts: Sequence[Cut], spans: Sequence[Span], update: Callable[[Span], None]) -> None:
+        compute = compute_lane(self._device)
+        before, gaps = compute.mark(), []
+        for slot in self._slots:
+            slot.computed = before  # whatever was done to its memory since the last update
+        if cuts:
+            self._fetch(cuts[0], spans, self._slots[0])
+        for index, cut in enumerate(cuts):
+            if index + 1 < len(cuts):
+                self._fetch(cuts[index + 1], spans, self._slots[(index + 1) % len(self._slots)])
+            slot = self._slots[index % len(self._slots)]
+            if self._carrier is not None:
+                compute.after(self._carrier.fetched(slot))
+            compute.after(slot.gradient)
+            gaps.append((before, compute.mark()))
+            for piece in cut.pieces:
+                update(_staged(spans[piece.span].part(piece.first, piece.last), cut, slot))
+            before = slot.computed = compute.mark()
+            self._store(cut, slot)
+        began = time.perf_counter()
+        if self._carrier is not None:
+            self._carrier.drain(self._slots)
+        wait_for(before, deadline_s=self._deadline_s, what="an update of optimizer state")
+        self.traffic.waited_s += time.perf_counter() - began + sum(seconds_between(*gap) for gap in gaps)
+
+    def _fetch(self, cut: Cut, spans: Sequence[Span], slot: Slot) -> None:
+        if self._carrier is not None:
+            self._carrier.fetch(cut, slot)
+        if "grad" in slot.device:
+            self._gradients.after(slot.computed)
+            for piece in cut.pieces:
+                at = slice(piece.first - cut.first, piece.last - cut.first)
+                self._gradients.copy(slot.device["grad"][at], spans[piece.span].part(piece.first, piece.last).grad_N)
+            slot.gradient = self._gradients.mark()
+        self.traffic.in_bytes += sum(cut.size * field_N.element_size() for field_N in slot.device.values())
+
+    def _store(self, cut: Cut, slot: Slot) -> None:
+        if self._carrier is None:
+            return
+        self._carrier.store(cut, slot)
+        kept = [field_N for name, field_N in slot.device.items() if name != "grad"]
+        self.traffic.out_bytes += sum(cut.size * field_N.element_size() for field_N in kept)
+
+    def take_traffic(self) -> Traffic:
+        """What was moved since the last call."""
+        taken, self.traffic = self.traffic, Traffic()
+        return taken
+
+
+def _staged(part: Span, cut: Cut, slot: Slot) -> Span:
+    """A piece with its tensors from the slot, where the slot has them."""
+    at = slice(part.first - cut.first, part.last - cut.first)
+    there = {FIELDS[name]: field_N[at] for name, field_N in slot.device.items()}
+    return replace(part, **there)

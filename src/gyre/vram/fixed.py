@@ -1,0 +1,60 @@
+"""Fixed pool: a component that stays on one tier for good, host memory or disk, whatever the phase. In: its size. Out:
+what the ledger asks. Callers: its owner builds it, `vram.pools.PoolTenant` holds it beside those that move.
+
+Its owner brings parts of it to the device by itself (optimiser state that is streamed). Its bytes count once: on its
+tier. What visits the device lies in another component of the owner's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from gyre.core.errors import InputError
+from gyre.core.records import Component, Tier, Usage
+
+
+class FixedPool:
+    """One component that does not move."""
+
+    def __init__(
+        self, name: str, tier: Literal["host", "disk"], *, size_bytes: int, held_bytes: Callable[[], int]
+    ) -> None:
+        """`held_bytes` measures what is really there."""
+        self.name, self.size_bytes, self._held_bytes = name, size_bytes, held_bytes
+        self.tier: Tier = tier
+        self.tiers: tuple[Tier, ...] = (tier,)
+
+    def component(self) -> Component:
+        return Component(name=self.name, size_bytes=self.size_bytes, tier=self.tier, tiers=self.tiers)
+
+    def measure(self) -> Usage:
+        held = {self.tier: self._held_bytes()}
+        return Usage(device_bytes=0, host_bytes=held.get("host", 0), disk_bytes=held.get("disk", 0))
+
+    def copies(
+        self, tensors: Mapping[str, Tensor], take: Callable[[str, int], Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        """CPU copies of tensors that lie in it, one after the other. `take` gives the host memory for them."""
+        found = {}
+        for key, tensor in tensors.items():
+            size_bytes = tensor.numel() * tensor.element_size()
+            room = (
+                torch.empty(size_bytes, dtype=torch.uint8) if take is None else take(f"{self.name}/{key}", size_bytes)
+            )
+            found[key] = room.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        return found
+
+    def move(self, tier: Tier) -> None:
+        if tier != self.tier:
+            raise InputError(f"component {self.name} stays on tier '{self.tier}' (accepted: {self.tier})")
+
+    def keep_pages(self, keep: bool) -> None:
+        """Its pages stay anyway."""
+
+    def close(self) -> None:
+        """Its owner frees the bytes."""
+        self.size_bytes = 0

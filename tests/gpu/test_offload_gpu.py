@@ -1,0 +1,119 @@
+"""Optimiser state and gradients away from a GPU: the same bits as on it, and less of its memory."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+
+from rank_pool import RankPool
+from zero_cases import AWAY, away, moved, sums_by_parts, train
+
+from gyre.parallel.group import alone
+from gyre.parallel.mesh import make_mesh
+from gyre.trainer.home import Home
+from gyre.trainer.optim import FlatOptimizer
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+CUDA = torch.device("cuda")
+SHAPES = {"a.weight": (2000, 700), "norm.weight": (1999,), "b.weight": (300, 41, 7), "b.bias": (11,)}
+
+
+def make(dtype: torch.dtype, home: Home | None) -> tuple[dict[str, nn.Parameter], FlatOptimizer]:
+    generator = torch.Generator().manual_seed(0)
+    parameters = {
+        name: nn.Parameter(torch.randn(shape, generator=generator).to(CUDA, dtype)) for name, shape in SHAPES.items()
+    }
+    mesh = make_mesh(alone(CUDA), 0)
+    optimizer = FlatOptimizer(parameters, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, mesh=mesh, home=home)
+    return parameters, optimizer
+
+
+def homes(folder: Path, how: str) -> Home:
+    settings = AWAY[how]
+    return Home(
+        "actor",
+        CUDA,
+        state=settings.get("offload_optimizer", "none"),
+        gradients=settings.get("offload_gradients", False),
+        cut_bytes=1 << 20,
+        deadline_s=60.0,
+        folder=folder,
+    )
+
+
+@pytest.mark.parametrize("how", AWAY)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_updates_are_the_same_to_the_bit(tmp_path, how, dtype) -> None:
+    """Several updates of two chunks each, queued without a wait between them."""
+    found = []
+    for home in (None, homes(tmp_path, how)):
+        parameters, optimizer = make(dtype, home)
+        generator = torch.Generator(device=CUDA).manual_seed(1)
+        for _ in range(4):
+            for _ in range(2):
+                grads = {name: torch.randn(p.shape, generator=generator, device=CUDA) for name, p in parameters.items()}
+                sum((p * grads[name].to(dtype)).sum() for name, p in parameters.items()).backward()
+            optimizer.reduce()
+            assert all(parameter.grad is None for parameter in parameters.values())
+            optimizer.update(learning_rate=1e-2, grad_scale=0.5)
+        optimizer.settle_gradients()
+        assert not optimizer.grad_N.any()
+        found.append({name: p.detach().cpu() for name, p in parameters.items()})
+        found[-1] |= {f"master.{name}": m.detach().cpu().clone() for name, m in optimizer.masters().items()}
+        found[-1] |= {"exp_avg": optimizer.exp_avg_N.cpu().clone(), "exp_avg_sq": optimizer.exp_avg_sq_N.cpu().clone()}
+        if home is not None:
+            traffic = home.take_traffic()
+            assert traffic.in_bytes > 0 and traffic.waited_s >= 0.0
+        optimizer.close()
+    for name, tensor in found[0].items():
+        assert torch.equal(tensor, found[1][name]), name
+
+
+def test_state_away_takes_no_device_memory_but_its_cuts(tmp_path) -> None:
+    held = []
+    for home in (None, homes(tmp_path, "host and gradients")):
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        parameters, optimizer = make(torch.bfloat16, home)
+        held.append(torch.cuda.memory_allocated() - before)
+        numbers = sum(parameter.numel() for parameter in parameters.values())
+        optimizer.close()
+        del parameters, optimizer
+    assert held[0] >= 18 * numbers
+    assert held[1] <= 2 * numbers + 3 * (1 << 20) + (1 << 16)
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    pool = RankPool(2, backend="nccl", device="cuda", timeout_s=60.0)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("layout", ["zero0", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("how", ["host and gradients", "disk and gradients"])
+def test_ranks_train_as_without(ranks, tmp_path, layout, how) -> None:
+    """Attention's backward pass sums in no fixed order on a GPU, so the last bits may differ between any two runs."""
+    expected, state = ranks.run(train, "grpo", layout=layout)[0]
+    reports, own = ranks.run(away, train, "grpo", how, str(tmp_path), layout=layout)[0]
+    for report, one in zip(reports, expected, strict=True):
+        assert report.metrics["loss"] == pytest.approx(one.metrics["loss"], rel=1e-3, abs=1e-4)
+    for name, tensor in state.items():
+        np.testing.assert_allclose(own[name], tensor, atol=2e-3 * np.abs(tensor).max(), rtol=0, err_msg=name)
+
+
+def test_sums_by_parts_and_parking(ranks, tmp_path) -> None:
+    assert max(ranks.run(sums_by_parts, layout="zero1")) < 1e-2
+    state = ranks.run(away, moved, "ppo", "disk and gradients", str(tmp_path), layout="zero1")[0]
+    expected = ranks.run(train, "ppo", layout="zero1")[0][1]
+    for name, tensor in expected.items():
+        np.testing.assert_allclose(state[name], tensor, atol=2e-3 * np.abs(tensor).max(), rtol=0, err_msg=name)

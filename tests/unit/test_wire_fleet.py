@@ -1,0 +1,82 @@
+"""Starting a fleet's workers: one that fails ends the wait for the others, and none is left with its device."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gyre.cluster.host import WorkerFault
+from gyre.core.errors import ConfigError, RankError
+from gyre.wire import fleet
+from gyre.wire.fleet import Spread
+
+
+@pytest.mark.parametrize(
+    ("error", "seen"),
+    [
+        (WorkerFault("no CUDA here"), (RankError, "a worker could not be started: no CUDA here")),
+        (ConfigError("a key"), (ConfigError, "a key")),
+    ],
+)
+def test_a_worker_that_fails_ends_the_wait_for_those_that_wait_for_it(monkeypatch, error, seen) -> None:
+    monkeypatch.setattr(fleet, "GRACE_S", 0.05)
+    ended: list[str] = []
+
+    async def fail() -> None:
+        raise error
+
+    async def wait() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("stopped")
+
+    async def late() -> None:
+        raise RankError("it saw the other one fail")
+
+    async def main() -> None:
+        await asyncio.wait_for(fleet._all_or_first_error([wait(), late(), fail(), wait()]), 60)
+
+    with pytest.raises(seen[0], match=seen[1]):
+        asyncio.run(main())
+    assert ended == ["stopped", "stopped"]
+
+
+def test_results_come_in_order_and_nothing_is_nothing() -> None:
+    async def after(turns: int) -> int:
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        return turns
+
+    assert asyncio.run(fleet._all_or_first_error([after(3), after(1), after(2)])) == [3, 1, 2]
+    assert asyncio.run(fleet._all_or_first_error([])) == []
+
+
+def test_an_engine_that_cannot_begin_its_stage_does_not_keep_its_device(monkeypatch) -> None:
+    handle = SimpleNamespace(name="engine-0", place="here")
+    stopped: list[Any] = []
+
+    class Cluster:
+        async def start(self, spec: Any) -> Any:
+            return handle
+
+        async def stop(self, one: Any) -> None:
+            stopped.append(one)
+
+    async def ask(*args: Any, **options: Any) -> None:
+        raise WorkerFault("out of memory")
+
+    monkeypatch.setattr(fleet, "ask", ask)
+    spread: Any = SimpleNamespace(
+        _stage=(SimpleNamespace(name="main"), SimpleNamespace(to_json=lambda: "{}")),
+        _fleet=SimpleNamespace(cluster=Cluster()),
+        _spec=lambda name, rank: name,
+        _settings=SimpleNamespace(start_deadline_s=1.0),
+        _emit=lambda kind, **fields: None,
+    )
+    with pytest.raises(WorkerFault, match="out of memory"):
+        asyncio.run(Spread._start_engine(spread, "engine-0"))
+    assert stopped == [handle]
