@@ -112,7 +112,8 @@ def measure(spec: ModelSpec, args: Any, device: torch.device) -> dict[str, Any]:
     fill_dummy(decoder)
     settings = {"checkpointing": args.checkpointing, "matmul": args.matmul, "tokens_per_chunk": args.tokens}
     config = TrainerConfig.model_validate({"learning_rate": 1e-6, **settings})
-    actor = Learner("actor", decoder, None, config, Splitter(alone(device), ParallelConfig()).split("actor"))
+    split = Splitter(alone(device), ParallelConfig()).split("actor")
+    actor = Learner("actor", decoder, None, config, split, folder=None, emit=lambda kind, **fields: None)
     logprobs = functools.partial(chunk_logprobs, checkpointing=config.checkpointing, float8=actor.float8)
     models = Models(actor=actor, logprobs=logprobs)
     chunk = make_chunk(spec, args.tokens, args.sequences, device)
