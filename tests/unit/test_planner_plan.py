@@ -244,6 +244,20 @@ def test_gpu_defaults() -> None:
     assert plan.disk_budget_bytes > 0
 
 
+def test_without_bfloat16_a_gpu_takes_float16_and_a_cpu_float32() -> None:
+    assert make_plan(ask(), replace(GPU, bf16=False)).dtype == "float16"
+    assert make_plan(ask(), LAPTOP).dtype == "float32"
+    assert make_plan(ask(), replace(LAPTOP, bf16=True)).dtype == "bfloat16"
+    assert make_plan(ask(device="cpu"), GPU).dtype == "float32"
+
+
+def test_8_bit_products_take_working_memory() -> None:
+    same, fp8 = (
+        make_plan(ask(matmul=matmul, tokens_per_chunk=8192), GPU).working["train"] for matmul in ("same", "fp8")
+    )
+    assert same < fp8 < 1.2 * same
+
+
 def test_offline_objectives_generate_nothing() -> None:
     plan = make_plan(ask(objective="dpo", online=False, completions_per_prompt=2), LAPTOP)
     assert [phase.phase for phase in plan.phases] == ["score", "train", "evaluate"]

@@ -22,10 +22,12 @@ from zero_cases import (
     exported,
     freed_between_passes,
     gathered,
+    gathered_dtypes,
     gradients,
     held_bytes,
     measures,
     moved,
+    overflowed,
     refused_mixture,
     resume,
     resume_first,
@@ -149,6 +151,66 @@ def test_bfloat16_follows_float32_masters(ranks, dtype):
         found, own = ranks.run(gradients, "rm", dtype=dtype, layout=layout)[0]
         assert_close(found, expected, relative=1e-5 if dtype == "float32" else 0.03)
         assert own == pytest.approx(norms, rel=0.02)
+
+
+@pytest.mark.parametrize("layout", ["zero0", "zero1", "zero2", "zero3", "zero3_once"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_8_bit_products_are_the_same_over_ranks(pair, layout, dtype):
+    """Scales are of a chunk's numbers, so each sequence is a chunk here, wherever it goes. What is left is the order of
+    sums: in float32 its last bits; in bfloat16 gradients of chunks are rounded before they are added."""
+    settings = {"dtype": dtype, "matmul": "fp8", "tokens_per_chunk": 16, "longer_than": 8, "num_sequences": 16}
+    expected, norms = gradients(None, "ppo", **settings)
+    results = pair.run(gradients, "ppo", layout=layout, **settings)
+    assert_close(results[0][0], expected, relative=1e-5 if dtype == "float32" else 0.02)
+    assert results[1][1] == results[0][1] == pytest.approx(norms, rel=1e-5 if dtype == "float32" else 0.01)
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_8_bit_weights_are_gathered_again_for_what_is_made_again(pair, mode):
+    settings = {"matmul": "fp8", "layout": "zero3"}
+    expected = pair.run(gradients, "grpo", **settings)[0][0]
+    assert_close(pair.run(gradients, "grpo", checkpointing=mode, **settings)[0][0], expected, relative=1e-6)
+
+
+def test_layers_are_gathered_in_8_bits(pair):
+    """Half the bytes, but for the norms; also after the weights and their scales have changed."""
+    (wide, _, wide_bytes), (before, after, narrow_bytes) = (pair.run(gathered_dtypes, m)[0] for m in ("same", "fp8"))
+    assert set(wide) == {"bfloat16"} and before == after
+    assert before.count("float8_e4m3fn") == 4 and set(before) == {"float8_e4m3fn", "bfloat16"}
+    assert 0.5 < narrow_bytes / wide_bytes < 0.52
+
+
+@pytest.mark.parametrize("layout", ["zero1", "zero3"])
+def test_training_with_8_bit_products_goes_on_from_another_layout_s_snapshot(pair, layout):
+    """The scales of gathered weights follow the weights that were read."""
+    settings = {"matmul": "fp8", "dtype": "bfloat16"}
+    state = saved(None, "sft", steps=2, **settings)
+    written = {name: tensor.float().clone().numpy() for name, tensor in state["tensors"].items()}
+    results = pair.run(resume, state, "sft", steps=range(0), layout=layout, **settings)
+    for name, tensor in written.items():
+        np.testing.assert_array_equal(results[0][1][name], tensor, err_msg=name)
+    on = [pair.run(resume, state, "sft", steps=range(2, 4), layout=each, **settings)[0] for each in (layout, "zero0")]
+    assert_close(on[0][1], on[1][1], relative=1e-3)
+
+
+@pytest.mark.parametrize("layout", ["zero1", "zero3"])
+def test_8_bit_products_of_parked_components_and_of_the_reference(pair, layout):
+    """Shards that were away are gathered as before; the reference, never trained, multiplies what the policy does."""
+    settings = {"matmul": "fp8", "dtype": "bfloat16", "layout": layout}
+    expected = pair.run(train, "grpo", **settings)[0][1]
+    assert_close(pair.run(moved, "grpo", **settings)[0], expected, relative=1e-6)
+    ours, theirs = (pair.run(evaluate, "grpo", which, **settings)[0] for which in ("policy", "reference"))
+    assert all(np.array_equal(a, b) for a, b in zip(ours[:9], theirs[:9], strict=True))
+
+
+@pytest.mark.parametrize("layout", ["zero0", "zero1", "zero2", "zero3"])
+def test_an_overflow_in_float16_is_skipped_on_all_ranks_alike(pair, layout):
+    expected, state = overflowed(None)
+    results = pair.run(overflowed, layout=layout)
+    assert results[0][0] == results[1][0]
+    assert [row[:2] for row in results[0][0]] == [row[:2] for row in expected] and expected[1][0] == 0
+    assert expected[1][1] == expected[0][1] / 2
+    assert_close(results[0][1], state, relative=0.05)
 
 
 @pytest.mark.parametrize("layout", ["zero1", "zero3", "hybrid3", "mixed"])

@@ -110,6 +110,18 @@ def test_a_resumed_trainer_reads_no_weights_and_is_blank_until_it_is_restored(ra
             assert_same(found, expected)
 
 
+def test_shards_that_are_gathered_in_8_bits_begin_blank_too(ranks):
+    """Filled from drawn weights, or by a snapshot, and trained: the scales are those of the numbers that came."""
+    settings = {"matmul": "fp8", "dtype": "bfloat16", "spec": "tied"}
+    assert_same(ranks.run(from_seed, "grpo", layout="zero3", **settings)[0], from_seed(None, "grpo", **settings))
+    state = saved(None, "grpo", steps=1, **settings)
+    expected = {name: tensor.float().clone().numpy() for name, tensor in state["tensors"].items()}
+    for refused, found, updates in ranks.run(resumed, state, "grpo", layout="zero3", **settings):
+        assert refused[0] == "refused" and updates == 1
+        if found:
+            assert_same(found, expected)
+
+
 def test_what_the_plan_parks_leaves_as_soon_as_it_is_made():
     """So the critic is gone from the device when the actor is made; the numbers are the same."""
     settings = {"weights": FreshWeights(SPEC, 3), "spec": SPEC, "dtype": "bfloat16"}

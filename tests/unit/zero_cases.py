@@ -134,11 +134,13 @@ def train(
 
 
 def gradients(
-    group: Group | None, kind: str, *, num_sequences: int = 12, **settings: Any
+    group: Group | None, kind: str, *, num_sequences: int = 12, longer_than: int = 0, **settings: Any
 ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
     """The summed gradient of one update by parameter (on rank 0), and the norms."""
     trainer = trainer_on(group, kind, **settings)
-    (update,) = trainer._evaluator.complete(batch_for(num_sequences, seed=0))[1].updates
+    batch = batch_for(num_sequences, seed=0)
+    batch = replace(batch, sequences=tuple(s for s in batch.sequences if len(s.tokens) > longer_than))
+    (update,) = trainer._evaluator.complete(batch)[1].updates
     collect_gradients(trainer._models, trainer._objective, update.chunks, update.denominator)
     found, norms = {}, {}
     for learner in trainer._models.learners:
@@ -253,9 +255,8 @@ def equal_away(group: Group | None, kind: str, hows: Sequence[str], folder: str,
     for how in hows:
         own_reports, own_state = away(group, train, kind, how, f"{folder}/{how}", **settings)
         for report, own in zip(reports, own_reports, strict=True):
-            kept = {name: value for name, value in own.metrics.items() if not name.startswith("offload_")}
-            wrong += [] if kept == report.metrics else [f"{how}: metrics {kept} {report.metrics}"]
-            assert own.metrics["offload_in_bytes"] > 0 and own.metrics["offload_wait_s"] >= 0.0
+            wrong += [] if own.metrics == report.metrics else [f"{how}: metrics {own.metrics} {report.metrics}"]
+            assert own.measured["offload_in_bytes"] > 0 and own.measured["offload_wait_seconds"] >= 0.0
         assert own_state.keys() == state.keys()
         wrong += [f"{how}: {name}" for name, tensor in state.items() if not np.array_equal(tensor, own_state[name])]
     return wrong
@@ -324,6 +325,29 @@ def with_a_bad_number(group: Group | None, kind: str, **settings: Any) -> tuple[
     updates.append(trainer.step_now(batch_for(2, seed=1)).num_updates)
     same = all(np.array_equal(before[name], after[name]) for name in before)
     return updates, [name for name, _ in events if name not in OF_THE_MACHINE], same
+
+
+def gathered_dtypes(group: Group, matmul: str) -> tuple[list[str], list[str], int]:
+    """What FSDP2 exchanges of a layer: dtypes after a step and after the next; and bytes of the whole layer."""
+    trainer, found = trainer_on(group, "sft", layout="zero3", dtype="bfloat16", matmul=matmul), []
+    layer = trainer._models.actor.decoder.layers[0]
+    inputs: list[torch.Tensor] = []
+    for step in range(2):
+        trainer.step_now(batch_for(8, seed=step))
+        parameters = layer._get_fsdp_state()._fsdp_param_group.fsdp_params
+        inputs = [tensor for parameter in parameters for tensor in parameter.all_gather_inputs]
+        found.append([str(tensor.dtype).removeprefix("torch.") for tensor in inputs])
+    return *found, sum(t.nbytes for t in inputs) * group.size
+
+
+def overflowed(group: Group | None, **settings: Any) -> tuple[list[Any], dict[str, np.ndarray]]:
+    """Steps in float16, the second with an advantage whose gradient is beyond its range; what a snapshot holds."""
+    trainer, reports = trainer_on(group, "grpo", dtype="float16", **settings), []
+    for step in range(3):
+        batch = batch_for(8, seed=step)
+        batch.sequences[3].columns["advantages"][-1] *= 1e9 if step == 1 else 1.0
+        reports.append(trainer.step_now(batch))
+    return [(r.num_updates, r.metrics["loss_scale"], r.metrics.get("grad_norm")) for r in reports], whole(trainer)
 
 
 def freed_between_passes(group: Group) -> tuple[list[int], list[int], bool]:

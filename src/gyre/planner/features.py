@@ -20,7 +20,7 @@ FEATURES: Mapping[str, str] = MappingProxyType(
         "ZeRO": "parallel.zero",
         "activation checkpointing": "trainer.checkpointing",
         "optimizer offload": "trainer.offload_optimizer",
-        "FP8 training": "trainer.fp8",
+        "FP8 training": "trainer.matmul=fp8",
         "FP16 with loss scaling": "run.dtype=float16",
         "overlapped data loading": "data.prefetch",
         "asynchronous snapshots": "snapshot.background",

@@ -12,11 +12,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gyre.core.records import Checkpointing, Tier
+from gyre.core.records import Checkpointing, Projection, Tier
 from gyre.models.decoder import Decoder
 from gyre.models.heads import ScalarHead
 from gyre.parallel.mesh import Split
 from gyre.trainer.config import TrainerConfig
+from gyre.trainer.float8 import float8_projections, float8_shard, share_amaxes
 from gyre.trainer.home import Home
 from gyre.trainer.optim import AdamW, FlatOptimizer
 from gyre.trainer.optim_sharded import RowOptimizer, SlicedOptimizer
@@ -51,9 +52,10 @@ class Learner:
         self.name, self.decoder, self.head, self.split = name, decoder, head, split
         self.checkpointing: Checkpointing = config.checkpointing
         self.dtype = decoder.dtype  # that the forward pass computes in
+        self.float8 = float8_projections(decoder, config.matmul, split.mesh.world.device)
         assert weights is None or is_blank(decoder)
         if split.shards_weights:
-            cut_weights(decoder, split, trains=True)
+            cut_weights(decoder, split, trains=True, float8=self.float8)
         parameters = dict(decoder.named_parameters())
         if head is not None:
             parameters |= {HEAD_PREFIX + key: parameter for key, parameter in head.named_parameters()}
@@ -73,6 +75,7 @@ class Learner:
         place_constants(decoder, split.mesh.world.device)
         if weights is not None:
             self._fill(weights)
+        self.weights_changed()
 
     def _fill(self, weights: TensorSource) -> None:
         if self.split.shards_weights:
@@ -84,6 +87,19 @@ class Learner:
     def begin_chunk(self, *, last: bool) -> None:
         """Before the forward pass of an update's chunk."""
         begin_chunk(self.decoder, self.split, last=last)
+
+    def update(self, *, learning_rate: float, grad_scale: float) -> None:
+        """One step of the optimiser, with the summed gradient × grad_scale."""
+        self.optimizer.update(learning_rate=learning_rate, grad_scale=grad_scale)
+        self.weights_changed()
+
+    def weights_changed(self) -> None:
+        """Shards that are gathered in 8 bits are scaled by the largest number of the whole weight. Collective."""
+        share_amaxes(self.optimizer.parameters.values(), self.dtype, self.split.mesh.shard)
+
+    def gathers_in_float8(self, projection: Projection) -> bool:
+        """Whether the ranks exchange this matrix's weights in 8 bits."""
+        return float8_shard(getattr(self.decoder.layers[0], projection).weight) is not None
 
     def clear(self) -> None:
         """Drop what a step that was cut short has left."""
@@ -157,3 +173,4 @@ class Learner:
         self.home.flush()
         self.optimizer.num_updates = num_updates
         self.optimizer.refresh_compute()
+        self.weights_changed()

@@ -35,6 +35,7 @@ from gyre.core.records import (
 )
 from gyre.kernels import flash
 from gyre.kernels.choose import CUDA_DTYPES, c_instructions, why_torch
+from gyre.kernels.float8 import MULTIPLE
 from gyre.models.decoder import Decoder
 from gyre.models.heads import ScalarHead
 from gyre.objectives.api import (
@@ -49,7 +50,9 @@ from gyre.parallel.mesh import Splitter
 from gyre.trainer.batches import EpochPlan, Planner, Update
 from gyre.trainer.config import TrainerConfig
 from gyre.trainer.evaluation import Evaluator
+from gyre.trainer.float8 import projection_shapes
 from gyre.trainer.learner import HEAD_PREFIX, Learner
+from gyre.trainer.loss_scale import LossScale
 from gyre.trainer.measures import SENT, Meter
 from gyre.trainer.parts import OTHER_MODEL, HeldParts, Holding, Part, PartSource, check_kinds
 from gyre.trainer.passes import ChunkLogprobs, chunk_logprobs
@@ -121,7 +124,6 @@ class NativeTrainer:
         self._model = json.loads(json.dumps(asdict(decoder.spec)))  # as a snapshot says it
         self._filled = weights is not None or not is_blank(decoder)
         self._tenancy = Tenancy(disk_folder, parked or {})
-        logprobs = logprobs or partial(chunk_logprobs, checkpointing=config.checkpointing)
         splitter = Splitter(self._group, parallel or ParallelConfig())
         with self._group.guard("start of the trainer"):
             self._start(decoder, head, critic, weights, splitter, logprobs)
@@ -160,7 +162,7 @@ class NativeTrainer:
         critic: ScoredModel | None,
         weights: TensorSource | None,
         splitter: Splitter,
-        logprobs: ChunkLogprobs,
+        logprobs: ChunkLogprobs | None,
     ) -> None:
         """Make the models that a snapshot holds. The actor last: what begins like it reads it before it is cut."""
         first = weights if is_blank(decoder) else LiveTensors(dict(decoder.named_parameters()))
@@ -178,7 +180,11 @@ class NativeTrainer:
                 learner = make("critic", blank_copy(decoder), scores, split=split, weights=first)
             tenancy.take_learner(learner)
         actor = tenancy.take_learner(make("actor", decoder, head, split=splitter.split("actor"), weights=weights))
+        assert logprobs is None or not actor.float8, "log-probs that are given know nothing of 8 bits"
+        logprobs = logprobs or partial(chunk_logprobs, checkpointing=config.checkpointing, float8=actor.float8)
         self._models, self._reference = Models(actor=actor, critic=learner, logprobs=logprobs), reference
+        self._loss_scale = LossScale() if actor.dtype == torch.float16 else None
+        self._tell_float8()
 
     # PolicyTrainer ---------------------------------------------------------------------------------------------------
 
@@ -236,6 +242,8 @@ class NativeTrainer:
             "steps_done": self._steps_done,
             "num_updates": {learner.name: learner.optimizer.num_updates for learner in self._models.learners},
         }
+        if self._loss_scale is not None:
+            state["loss_scale"] = asdict(self._loss_scale)
         return {"tensors": parts, "state": state}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -255,6 +263,8 @@ class NativeTrainer:
                 with self._tenancy.on_device("reference"):
                     self._reference.restore(source)
         self._version, self._steps_done = int(numbers["version"]), int(numbers["steps_done"])
+        if self._loss_scale is not None:  # a snapshot of a run in another dtype has none
+            self._loss_scale = LossScale(**numbers.get("loss_scale", {}))
         self._filled = True
 
     def _assert_filled(self) -> None:
@@ -293,7 +303,7 @@ class NativeTrainer:
                 started_s = time.perf_counter()
                 report = self._step(batch)
                 step_s = time.perf_counter() - started_s
-            measured = self._meter.report(num_tokens=report.num_tokens, step_s=step_s)
+            measured = self._meter.report(num_tokens=report.num_tokens, step_s=step_s) | self._moved()
         if batch.step in self._config.trace_steps:  # the profiler makes it slower: its times say nothing
             measured = {name: value for name, value in measured.items() if name.startswith(SENT)}
         return replace(report, measured=measured)
@@ -318,21 +328,25 @@ class NativeTrainer:
         return StepReport(
             step=batch.step,
             version=self._version,
-            metrics=totals.finish(self._group, self._moved()) | self._numbers(plan, factor),
+            metrics=totals.finish(self._group) | self._numbers(plan, factor),
             num_tokens=plan.num_tokens * self._config.epochs_per_batch,
             num_updates=self._version - before,
         )
 
     def _update(self, update: Update, factor: float, totals: Totals, step: int) -> None:
         """One optimiser update of every learner, or of none when a gradient is not finite."""
-        found = collect_gradients(self._models, self._objective, update.chunks, update.denominator)
+        scale = 1.0 if self._loss_scale is None else self._loss_scale.factor
+        given = self._models, self._objective, update.chunks, update.denominator
+        found = collect_gradients(*given, loss_scale=scale)
         for learner in self._models.learners:
             spec, scalar = learner.decoder.spec, learner.head is not None
             self._meter.count(spec, update.chunks, scalar=scalar, backward=True)
             learner.optimizer.reduce()
-        norms = {learner.name: learner.optimizer.grad_norm() for learner in self._models.learners}
+        norms = {learner.name: learner.optimizer.grad_norm() / scale for learner in self._models.learners}
         self._group.check(f"update of step {step}")  # a sum over ranks that were lost looks like any other number
-        if not all(math.isfinite(norm) for norm in norms.values()):
+        finite = all(math.isfinite(norm) for norm in norms.values())
+        self._follow_loss_scale(finite, step)
+        if not finite:
             totals.skip()
             self._emit("trainer.update_skipped", step=step, reason=f"gradient norm is {norms}")
             self._clear_gradients()
@@ -340,9 +354,27 @@ class NativeTrainer:
         totals.add(found, norms)
         for learner in self._models.learners:
             clip, norm = self._config.grad_clip, norms[learner.name]
-            scale = clip / norm if clip and norm > clip else 1.0
-            learner.optimizer.update(learning_rate=factor * self._peak_rate(learner.name), grad_scale=scale)
+            clipped = clip / norm if clip and norm > clip else 1.0
+            learner.update(learning_rate=factor * self._peak_rate(learner.name), grad_scale=clipped / scale)
         self._version += 1
+
+    def _follow_loss_scale(self, finite: bool, step: int) -> None:
+        """The gradient norm is the same on all ranks, and so is what follows from it."""
+        if self._loss_scale is None:
+            return
+        left, self._loss_scale = self._loss_scale, self._loss_scale.after(finite=finite)
+        if self._loss_scale.factor != left.factor:
+            self._emit("trainer.loss_scale", step=step, factor=self._loss_scale.factor, was=left.factor)
+
+    def _tell_float8(self) -> None:
+        """Which matrices are multiplied in 8 bits, and which are not although that was asked for."""
+        for learner in self._models.learners if self._config.matmul == "fp8" else ():
+            shapes = projection_shapes(learner.decoder)
+            wide = {name: f"{shape}: {MULTIPLE} does not divide both" for name, shape in shapes.items()}
+            wide = {name: reason for name, reason in wide.items() if name not in learner.float8}
+            gathered = sorted(name for name in learner.float8 if learner.gathers_in_float8(name))
+            told = {"learner": learner.name, "layers": sorted(learner.float8), "gathered": gathered}
+            self._emit("trainer.float8", **told, left_wide=wide, counted=bool(wide))
 
     def _follow_policy(self, step: int) -> None:
         """Renew the reference when that is due, wherever it is parked."""
@@ -355,15 +387,17 @@ class NativeTrainer:
             self._emit("trainer.reference_refreshed", step=step, version=self._version)
 
     def _moved(self) -> dict[str, float]:
-        """What offloading moved and waited for since the last step, on this rank; empty without it."""
+        """What offloading moved and waited for since the last step, on the rank that did most; empty without it."""
         taken = [learner.home.take_traffic() for learner in self._models.learners if learner.home.stream is not None]
         if not taken:
             return {}
-        return {
+        own = {
             "offload_in_bytes": float(sum(one.in_bytes for one in taken)),
             "offload_out_bytes": float(sum(one.out_bytes for one in taken)),
-            "offload_wait_s": sum(one.waited_s for one in taken),
+            "offload_wait_seconds": sum(one.waited_s for one in taken),
         }
+        shared = self._group.share(own)
+        return {name: max(one[name] for one in shared) for name in own}
 
     def _clear_gradients(self) -> None:
         for learner in self._models.learners:
@@ -374,7 +408,8 @@ class NativeTrainer:
         return self._config.learning_rate if learner == "actor" or critic_rate is None else critic_rate
 
     def _numbers(self, plan: EpochPlan, factor: float) -> dict[str, float]:
-        return {
+        scale = {} if self._loss_scale is None else {"loss_scale": self._loss_scale.factor}
+        return scale | {
             "learning_rate": factor * self._config.learning_rate,
             "tokens": float(plan.num_tokens),
             "target_tokens": float(plan.num_targets),
