@@ -8,7 +8,7 @@ random gradient, are timed too: they are what scales to the whole model.
 
 MFU = model FLOPs / seconds / 989e12 (dense BF16 of an H100 or H200 by its data sheet). Model FLOPs are those of
 models/flops.py, three forward passes' worth: causal attention at half, nothing that is made again. The limit is what
-matrix products reach here, 794e12.
+matrix products reach here, 794e12, or 1,458e12 in 8 bits (`--matmul fp8`), which counts against the same 989e12.
 """
 
 # T tokens, E hidden size, N targets
@@ -26,7 +26,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from engine import COMMON, SHAPES, fill_dummy
-from gyre.core.records import Checkpointing, TrainSequence
+from gyre.core.records import Checkpointing, Matmul, TrainSequence
 from gyre.kernels import flash
 from gyre.kernels.attention import varlen_attention
 from gyre.kernels.choose import why_torch
@@ -45,19 +45,24 @@ from gyre.trainer.passes import chunk_logprobs
 from gyre.trainer.update import Models, collect_gradients
 from record import parser, say
 
-PEAK_FLOPS, MATMUL_FLOPS = 989e12, 794e12  # data sheet; measured on an H200
+PEAK_FLOPS, MATMUL_FLOPS, FP8_FLOPS = 989e12, 794e12, 1458e12  # data sheet of BF16; measured on an H200
 SPECS = SHAPES | {
     "4b": ModelSpec(hidden_size=2560, num_layers=36, num_heads=32, mlp_size=9728, tied=True, **COMMON),
 }
 LAYERS = {"0.6b": 28, "4b": 36, "8b": 16}  # what fits 139 GiB with optimiser state and 8 k tokens
 TITAN = "torchtitan 0.2.2, whole step on 8 H200, compiled, attention at half"
-PEERS = {("8b", "none"): 0.507, ("8b", "selective"): 0.469}  # 9,515 and 8,808 tokens/s per GPU
+PEERS = {  # 9,515, 8,808 and, with its layers' products in FP8, 12,218 tokens/s per GPU
+    ("8b", "none", "same"): 0.507,
+    ("8b", "selective", "same"): 0.469,
+    ("8b", "none", "fp8"): 0.507 * 12_218 / 9_515,
+}
 WARM_UP = 3
 PARTS = {  # of kernel names; the first that fits counts
     "attention": ("flash", "fmha", "attn"),
     "products": ("nvjet", "gemm", "cutlass", "cublas", "splitk"),
     "adamw": ("_adamw",),
     "loss head": ("_statistics", "_gradient"),
+    "8-bit operands": ("_largest", "_quantise", "_transposed"),
     "norm": ("_norm",),
     "heads": ("_heads",),
     "silu": ("_silu",),
@@ -73,6 +78,7 @@ def main() -> None:
     options.add_argument("--tokens", type=int, default=8192)
     options.add_argument("--sequences", type=int, default=1, help="the tokens are cut into so many, of like length")
     options.add_argument("--checkpointing", choices=get_args(Checkpointing), default="none")
+    options.add_argument("--matmul", choices=get_args(Matmul), default="same", help="same: bfloat16")
     options.add_argument("--steps", type=int, default=10)
     options.add_argument("--profile", action="store_true", help="print the profiler's table of one step")
     args = options.parse_args()
@@ -82,17 +88,18 @@ def main() -> None:
     found = measure(spec, args, device)
     name = f"train_{args.shape.replace('.', '_')}"
     name += "" if args.checkpointing == "none" else f"_{args.checkpointing}"
-    peer, group = PEERS.get((args.shape, args.checkpointing)), spec.num_heads // spec.num_kv_heads
+    name += "" if args.matmul == "same" else f"_{args.matmul}"
+    peer, group = PEERS.get((args.shape, args.checkpointing, args.matmul)), spec.num_heads // spec.num_kv_heads
     say(
         args,
         name=name,
         unit="MFU of the whole step",
         ours=found.pop("mfu"),
         peer=None if peer is None else {"name": TITAN, "value": peer},
-        limit=MATMUL_FLOPS / PEAK_FLOPS,
+        limit=(FP8_FLOPS if args.matmul == "fp8" else MATMUL_FLOPS) / PEAK_FLOPS,
         settings={
             "layers": spec.num_layers, "tokens": args.tokens, "sequences": args.sequences, "dtype": "bfloat16",
-            "checkpointing": args.checkpointing, "device": torch.cuda.get_device_name(),
+            "checkpointing": args.checkpointing, "matmul": args.matmul, "device": torch.cuda.get_device_name(),
             "attention": flash.choice(device, torch.bfloat16, group, spec.head_dim),
             "without_kernels": why_torch(device, torch.bfloat16),
         },
@@ -103,10 +110,12 @@ def main() -> None:
 def measure(spec: ModelSpec, args: Any, device: torch.device) -> dict[str, Any]:
     decoder = Decoder(spec, device=device, dtype=torch.bfloat16)
     fill_dummy(decoder)
-    config = TrainerConfig(checkpointing=args.checkpointing, learning_rate=1e-6, tokens_per_chunk=args.tokens)
+    settings = {"checkpointing": args.checkpointing, "matmul": args.matmul, "tokens_per_chunk": args.tokens}
+    config = TrainerConfig.model_validate({"learning_rate": 1e-6, **settings})
     split = Splitter(alone(device), ParallelConfig()).split("actor")
-    logprobs = functools.partial(chunk_logprobs, checkpointing=config.checkpointing)
-    models = Models(actor=Learner("actor", decoder, None, config, split), logprobs=logprobs)
+    actor = Learner("actor", decoder, None, config, split, folder=None, emit=lambda kind, **fields: None)
+    logprobs = functools.partial(chunk_logprobs, checkpointing=config.checkpointing, float8=actor.float8)
+    models = Models(actor=actor, logprobs=logprobs)
     chunk = make_chunk(spec, args.tokens, args.sequences, device)
     targets = len(chunk.targets_N)
     optimizer = models.actor.optimizer
@@ -131,7 +140,7 @@ def measure(spec: ModelSpec, args: Any, device: torch.device) -> dict[str, Any]:
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device)
     parts, kernels_s = by_part(step, table=args.profile)
-    layers_s = median_s(layers_alone(decoder, chunk, args.checkpointing), args.steps)
+    layers_s = median_s(layers_alone(actor, chunk), args.steps)
     whole, of_layers = model_flops(spec, chunk), model_flops(spec, chunk, head=False)
     return {
         "mfu": whole / step_s / PEAK_FLOPS,
@@ -157,8 +166,9 @@ def make_chunk(spec: ModelSpec, tokens: int, sequences: int, device: torch.devic
     return build_chunk(made, range(len(made)), pairwise=False, vocab_size=spec.vocab_size, device=device)
 
 
-def layers_alone(decoder: Decoder, chunk: Chunk, checkpointing: Checkpointing) -> Callable[[], None]:
+def layers_alone(actor: Learner, chunk: Chunk) -> Callable[[], None]:
     """Forward and backward of the layers, with gradients into the float32 buffer, without embedding and head."""
+    decoder, checkpointing, float8 = actor.decoder, actor.checkpointing, actor.float8
     shape = chunk.layout.num_tokens, decoder.spec.hidden_size
     x_TE, grad_TE = (torch.randn(shape, device=decoder.device).to(decoder.dtype) for _ in range(2))
     tables = rope_tables(chunk.layout.positions_T, decoder.inv_freq_F, decoder.dtype)
@@ -172,7 +182,7 @@ def layers_alone(decoder: Decoder, chunk: Chunk, checkpointing: Checkpointing) -
             assert isinstance(layer, Layer)
             lean = functools.partial(layer, lean=checkpointing == "selective")
             through = layer.replayed if checkpointing == "full" else lean
-            stream_TE = through(index, stream_TE, *tables, attend, None)
+            stream_TE = through(index, stream_TE, *tables, attend, None, float8=float8)
         stream_TE.backward(grad_TE)
 
     return run

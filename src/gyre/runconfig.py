@@ -125,6 +125,11 @@ class RunConfig(Section):
             )
         if self.engine.batch_invariant and needs_rollouts(objective) and (reason := self._why_not_invariant()):
             raise ValueError(f"{INVARIANT_REFUSAL}: {reason}. {INVARIANT_HINT}")
+        if self.trainer.matmul == "fp8" and self.run.dtype == "float16":
+            raise ValueError(
+                "trainer.matmul = 'fp8' with run.dtype = 'float16': a GPU that has the one has bfloat16, give "
+                "run.dtype = 'bfloat16', 'float32' or 'auto'"
+            )
         return self
 
     def _why_not_invariant(self) -> str | None:
@@ -136,6 +141,8 @@ class RunConfig(Section):
         for key, refused, accepted in (("device", "cpu", "cuda"), ("dtype", "float32", "bfloat16")):
             if getattr(self.run, key) == refused:
                 return f"run.{key} = '{refused}', need '{accepted}' or 'auto'"
+        if self.trainer.matmul == "fp8":
+            return "trainer.matmul = 'fp8' rounds what the engine does not, need 'same'"
         for model in ("actor", "reference"):
             if (zero := self.parallel.of(model)[0]) >= 2:
                 return f"parallel.zero = {zero} of the {model} keeps weights in shards, need 0 or 1"

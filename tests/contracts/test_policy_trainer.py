@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -180,7 +181,7 @@ def test_snapshot_and_restore_continue_to_the_bit(make):
         one, other = make(), make()
         await one.step(batch(0))
         taken = one.snapshot()
-        copied = {"tensors": {k: t.clone() for k, t in taken["tensors"].items()}, "state": dict(taken["state"])}
+        copied = copy.deepcopy(taken)
         expected = await one.step(batch(1))
         await other.step(batch(7))
         other.restore(copied)

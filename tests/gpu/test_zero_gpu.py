@@ -15,8 +15,23 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
 from rank_pool import RankPool
-from zero_cases import LAYOUTS, broken_step, evaluate, gathered, gradients, moved, resume, saved, steps_again, train
+from trainer_cases import whole_tensors
+from zero_cases import (
+    LAYOUTS,
+    broken_step,
+    evaluate,
+    gathered,
+    gathered_dtypes,
+    gradients,
+    moved,
+    overflowed,
+    resume,
+    saved,
+    steps_again,
+    train,
+)
 
+from gyre.kernels.float8 import CAPABILITY
 from gyre.parallel.group import Group, alone
 
 NUM_GPUS = torch.cuda.device_count()
@@ -53,6 +68,32 @@ def test_gradients_equal_one_gpu(ranks, layout, dtype, relative):
     assert results[0][1] == pytest.approx(norms, rel=relative)
 
 
+@pytest.mark.skipif(NUM_GPUS and torch.cuda.get_device_capability() < CAPABILITY, reason="multiplies no 8-bit floats")
+@pytest.mark.parametrize("layout", [name for name in NAMES if name != "mixed"])
+def test_8_bit_products_are_the_same_over_gpus(ranks, layout):
+    """Each sequence is a chunk, so that scales are the same; gradients of chunks are rounded before they are added."""
+    settings = {"dtype": "bfloat16", "matmul": "fp8", "tokens_per_chunk": 16, "longer_than": 8, "num_sequences": 16}
+    expected, norms = ranks.run(by_itself, gradients, "ppo", **settings)[0]
+    results = ranks.run(gradients, "ppo", layout=layout, **settings)
+    assert_close(results[0][0], expected, relative=0.05)
+    assert all(result[1] == results[0][1] for result in results)
+    assert results[0][1] == pytest.approx(norms, rel=0.05)
+
+
+@pytest.mark.skipif(NUM_GPUS and torch.cuda.get_device_capability() < CAPABILITY, reason="multiplies no 8-bit floats")
+def test_layers_are_gathered_in_8_bits(ranks):
+    (wide, _, wide_bytes), (before, after, narrow_bytes) = (ranks.run(gathered_dtypes, m)[0] for m in ("same", "fp8"))
+    assert set(wide) == {"bfloat16"} and before == after and before.count("float8_e4m3fn") == 4
+    assert 0.5 < narrow_bytes / wide_bytes < 0.52
+
+
+@pytest.mark.parametrize("layout", ["zero1", "zero3"])
+def test_an_overflow_in_float16_is_skipped_on_all_gpus_alike(ranks, layout):
+    results = ranks.run(overflowed, layout=layout)
+    rows = results[0][0]
+    assert all(result[0] == rows for result in results) and rows[1][0] == 0 and rows[1][1] == rows[0][1] / 2
+
+
 @pytest.mark.parametrize("layout", NAMES)
 def test_training_equals_one_gpu(ranks, layout):
     settings = {"epochs_per_batch": 2, "sequences_per_update": 4, "weight_decay": 0.1, "reference_moving_average": 0.5}
@@ -78,7 +119,7 @@ def test_evaluation_and_ranks_without_work(ranks, layout):
 def test_snapshots_fit_any_number_of_gpus(ranks, layout, dtype):
     settings = {"dtype": dtype, "reference_moving_average": 0.9, "spec": "tied"}
     state = saved(None, "ppo", steps=1, **settings)  # on the CPU
-    written = {name: tensor.float().clone().numpy() for name, tensor in state["tensors"].items()}
+    written = {name: t.float().numpy() for name, t in whole_tensors(state["tensors"].values()).items()}
     found = ranks.run(resume, state, "ppo", steps=range(0), layout=layout, **settings)[0][1]
     for name, tensor in written.items():
         np.testing.assert_array_equal(found[name], tensor, err_msg=name)

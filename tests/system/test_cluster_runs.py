@@ -83,9 +83,11 @@ def test_two_workers_learn(tmp_path: Path) -> None:
     assert before < 0.4 and after > before + 0.3, rewards
 
 
-@pytest.mark.parametrize("background", [False, True])
-def test_a_killed_worker_costs_a_restart_and_nothing_else(tmp_path: Path, undisturbed: Story, background: bool) -> None:
-    fault = Fault(point="event", match="phase.started train", number=3, action="kill_worker", worker="worker-1")
+@pytest.mark.parametrize(("phase", "background"), [("train", True), ("snapshot", False)])
+def test_a_killed_worker_costs_a_restart_and_nothing_else(
+    tmp_path: Path, undisturbed: Story, phase: str, background: bool
+) -> None:
+    fault = Fault(point="event", match=f"phase.started {phase}", number=3, action="kill_worker", worker="worker-1")
     story = finished(tmp_path, {**ON_RAY, "snapshot.background": background}, fault=fault)
     assert story == undisturbed
     assert story.num_attempts == 2

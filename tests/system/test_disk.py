@@ -129,7 +129,7 @@ def flip_a_byte(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("name", ["tensors.safetensors", "state.json", "blobs/in_flight.msgpack", "manifest.json"])
+@pytest.mark.parametrize("name", ["rank-00000.safetensors", "state.json", "blobs/in_flight.msgpack", "manifest.json"])
 def test_a_damaged_snapshot_is_passed_over(tmp_path: Path, whole: Story, name: str) -> None:
     run = begin(tmp_path)
     flip_a_byte(snapshots_of(run)[-1] / name)
@@ -149,3 +149,14 @@ def test_without_a_whole_snapshot_it_goes_back_to_the_stage_before(tmp_path: Pat
     assert answer.code == 0, answer.err
     assert len(events_of(run, "snapshot.skipped")) == 2
     assert read_story(run) == whole
+
+
+def test_without_any_whole_snapshot_the_run_says_what_to_do(tmp_path: Path) -> None:
+    run = begin(tmp_path)
+    for snapshot in run.glob("snapshots/*/step-*"):
+        flip_a_byte(snapshot / "rank-00000.safetensors")
+    answer = go_on(run, tmp_path, "--json")
+    assert answer.code == 2, answer.err
+    error = answer.json["error"]
+    assert error["kind"] == "snapshot" and "snapshots" in error["message"] and "is whole" in error["message"]
+    assert "rank-00000.safetensors, actor." in error["message"] and "put the damaged files back" in error["hint"]

@@ -21,7 +21,7 @@ MOMENTS = {
     "train": Fault(point="event", match="phase.started train", number=7, action="interrupt_group"),
     "handover": Fault(point="event", match="engine.committed", number=2, action="interrupt"),
     "evaluate": Fault(point="event", match="phase.started evaluate", number=3, action="interrupt_group"),
-    "snapshot": Fault(point="fsync", number=10, action="interrupt"),
+    "snapshot": Fault(point="fsync", number=11, action="interrupt"),
     "stages": Fault(point="event", match="stage.done", number=1, action="interrupt"),
     "export": Fault(point="event", match="phase.started export", number=1, action="interrupt"),
 }

@@ -112,7 +112,8 @@ class Oracle:
     """transformers' model in float32."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
+        made: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.model = made.to(device).eval()
 
     @torch.inference_mode()
     def logits(self, tokens: np.ndarray) -> np.ndarray:

@@ -19,8 +19,9 @@ from gyre.core.errors import InputError, SnapshotError
 from gyre.models.checkpoint import Checkpoint
 from gyre.models.config import ShapeConfig
 from gyre.models.decoder import Decoder
-from gyre.models.export import export_hub, plan_shards
+from gyre.models.export import export_hub
 from gyre.models.heads import ScalarHead
+from gyre.models.hub_tensors import plan_shards
 from gyre.models.init import init_weights
 from gyre.models.load import load_hub, load_scalar_head, verify_export
 from gyre.models.names import hub_entries
@@ -267,7 +268,7 @@ def test_a_failed_export_leaves_the_old_one(export: Path, monkeypatch: pytest.Mo
     def full_disk(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("gyre.models.export.save_file", full_disk)
+    monkeypatch.setattr("gyre.models.hub_tensors.os.pwrite", full_disk)
     with pytest.raises(SnapshotError, match="No space left"):
         export_hub(make_decoder(seed=5), export, dtype=torch.float32, tokenizer_files=None)
     verify_export(export, make_decoder())

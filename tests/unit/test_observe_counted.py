@@ -68,9 +68,12 @@ ORDINARY = {
     "rollouts.carried": "they go on in the next step",
     "snapshot.waited": "for the one before it, which was still being written",
     "snapshot.waiting": "likewise",
+    "trace.written": "asked for",
     "trainer.attention_kernel": "a choice, told once; it says itself that it counts where another kernel broke",
     "trainer.offload": "where state lives, told once",
     "trainer.c_kernels": "a choice, like the engine's",
+    "trainer.float8": "a choice, told once; it says itself that it counts where a matrix stays wide",
+    "trainer.loss_scale": "a change; trainer.update_skipped counts what it cost",
     "trainer.reference_refreshed": "planned",
     "weights.gathered": "planned",
 }

@@ -18,6 +18,7 @@ from gyre.models.spec import hub_config_from_spec
 from gyre.planner.activations import layer_bytes, saved_bytes
 from gyre.planner.hardware import saving_on_cpu
 from gyre.planner.shapes import SHAPES, model_numbers
+from gyre.trainer.float8 import PROJECTIONS
 
 CASES = [
     ({}, [128] * 8, "float32", None, 512),
@@ -93,6 +94,16 @@ def test_formula_of_each_mode_of_checkpointing(mode, targets, vocab) -> None:
     size = {"tokens": 768, "targets": targets or 768, "longest": 384}
     predicted = saved_bytes(model_numbers(spec), "float32", saving_on_cpu(), mode, **size)
     assert predicted == pytest.approx(real, rel=0.02)
+
+
+def test_8_bit_products_keep_the_same() -> None:
+    """But for two numbers per matrix: what is rounded to 8 bits is rounded again."""
+    spec = make_spec(512, num_layers=4)
+    real = kept_bytes(spec, [384, 384], torch.bfloat16, float8=frozenset(PROJECTIONS))
+    size = {"tokens": 768, "targets": 768, "longest": 384}
+    assert saved_bytes(model_numbers(spec), "bfloat16", saving_on_cpu(), "none", **size) == pytest.approx(
+        real, rel=0.02
+    )
 
 
 def test_checkpointing_keeps_less() -> None:

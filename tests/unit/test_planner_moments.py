@@ -204,6 +204,13 @@ def test_phases_hold_only_what_they_need_when_they_take_turns(zero) -> None:
     assert host_bytes_of(job, layout, "phase") > host_bytes_of(job, layout, "resident") == 0
 
 
+def test_staging_of_snapshots_is_shared_by_all_ranks_whatever_the_layout() -> None:
+    for layout in (make_layout(zero=0, gpus=8, shard_ranks=1), make_layout(zero=3, gpus=8, shard_ranks=4)):
+        job = make_job(reference=True)
+        staged = host_bytes_of(replace(job, snapshot_background=True), layout, "resident")
+        assert staged == -(-14 * job.model.num_parameters // 8)
+
+
 def test_a_small_update_fills_no_large_chunk() -> None:
     job = make_job(longest=2048, update=16_384)
     assert job.chunk_tokens(make_layout(tokens_per_chunk=65_536)) == 2048

@@ -210,6 +210,18 @@ def test_the_host_pool_for_swapped_kv_counts_on_the_host_and_nowhere_else() -> N
     assert "engine.kv_host" not in explain(offline)
 
 
+def test_what_background_snapshots_are_staged_in_comes_off_the_host_budget() -> None:
+    asked = ask(host_budget_bytes=900 * MIB, dtype="float32", reference=True)
+    plan = make_plan(replace(asked, snapshot_background=True), LAPTOP)
+    each = (12 + 4) * asked.model.num_parameters
+    assert plan.host_budget_bytes == 900 * MIB - each
+    assert "snapshots are staged in" in plan.reasons["host_budget_bytes"]
+    shared = make_plan(replace(asked, snapshot_background=True, ranks=4, reference_average=True), LAPTOP)
+    assert shared.host_budget_bytes == 900 * MIB - -(-20 * asked.model.num_parameters // 4)
+    with pytest.raises(MemoryBudgetError, match="background snapshots need"):
+        make_plan(replace(asked, snapshot_background=True, host_budget_bytes=each - 1), LAPTOP)
+
+
 def test_chunks_shrink_before_the_plan_gives_up() -> None:
     plan = make_plan(ask(device_budget_bytes=300 * MIB), LAPTOP)
     assert 192 <= plan.sizes.tokens_per_chunk < 8192
@@ -230,6 +242,20 @@ def test_gpu_defaults() -> None:
     assert plan.device_budget_bytes == int(0.9 * (79 << 30))
     assert "actor.master" in {component.name for component in plan.components}
     assert plan.disk_budget_bytes > 0
+
+
+def test_without_bfloat16_a_gpu_takes_float16_and_a_cpu_float32() -> None:
+    assert make_plan(ask(), replace(GPU, bf16=False)).dtype == "float16"
+    assert make_plan(ask(), LAPTOP).dtype == "float32"
+    assert make_plan(ask(), replace(LAPTOP, bf16=True)).dtype == "bfloat16"
+    assert make_plan(ask(device="cpu"), GPU).dtype == "float32"
+
+
+def test_8_bit_products_take_working_memory() -> None:
+    same, fp8 = (
+        make_plan(ask(matmul=matmul, tokens_per_chunk=8192), GPU).working["train"] for matmul in ("same", "fp8")
+    )
+    assert same < fp8 < 1.2 * same
 
 
 def test_offline_objectives_generate_nothing() -> None:

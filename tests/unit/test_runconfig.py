@@ -218,6 +218,7 @@ def test_later_overrides_win():
         ({"rollout": {"min_p": 0.1}}, "rollout.min_p = 0.1 truncates, need 0.0"),
         ({"parallel": {"zero": 3}}, "parallel.zero = 3 of the actor keeps weights in shards, need 0 or 1"),
         ({"parallel": {"reference": {"zero": 2}}}, "parallel.zero = 2 of the reference keeps weights in shards"),
+        ({"trainer": {"matmul": "fp8"}}, "trainer.matmul = 'fp8' rounds what the engine does not, need 'same'"),
     ],
 )
 def test_batch_invariant_training_is_refused_where_the_config_rules_it_out(tables, words):
@@ -228,6 +229,12 @@ def test_batch_invariant_training_is_refused_where_the_config_rules_it_out(table
     parse_run_config({**MODEL, **mode, **tables, "objective": {"kind": "sft"}}, where="run.toml")
     parse_run_config({**MODEL, **tables}, where="run.toml")
     parse_run_config({**MODEL, **mode, "rollout": {"temperature": 0.7}}, where="run.toml")
+
+
+def test_8_bit_products_beside_float16_are_refused():
+    told = refusal(run={"dtype": "float16"}, trainer={"matmul": "fp8"})
+    assert told.startswith("trainer.matmul = 'fp8' with run.dtype = 'float16'") and "'auto'" in told
+    assert "'fp8'" in refusal(trainer={"matmul": "fp4"})
 
 
 @pytest.mark.parametrize(

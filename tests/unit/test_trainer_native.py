@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -18,7 +18,9 @@ from trainer_cases import (
     make_batch,
     make_decoder,
     make_trainer,
+    saved_tensors,
     weights_of,
+    whole_tensors,
     with_column,
 )
 
@@ -26,7 +28,9 @@ from gyre.core.errors import ConfigError, InputError, SnapshotError
 from gyre.core.records import TrainBatch
 from gyre.models.heads import ScalarHead
 from gyre.objectives.config import GrpoConfig
+from gyre.parallel.group import alone
 from gyre.trainer.native import NativeTrainer
+from gyre.trainer.saver import Saver
 from gyre.trainer.snapshot import SnapshotStore
 from gyre.vram.pools import StoragePool
 
@@ -225,30 +229,30 @@ def test_resume_from_a_snapshot_is_bit_equal(kind, dtype, tmp_path):
     first = make_trainer(kind, **settings)
     assert run(first, range(3)) == reports[:3]
     store = SnapshotStore(tmp_path, keep=1, emit=lambda *_, **__: None)
-    taken = first.snapshot()
-    store.save(3, tensors=taken["tensors"], state={"trainer": taken["state"]}, blobs={})
+    options = {"background": False, "pinned": False, "deadline_s": 60.0, "emit": lambda *_, **__: None}
+    Saver(store, alone(), **options).save(3, parts=first.live_snapshot, state={}, blobs={})
     read = store.load_latest()
     second = make_trainer(kind, decoder=make_decoder(dtype, seed=99), **settings)
     second.restore({"tensors": read.tensors, "state": read.state["trainer"]})
     assert run(second, range(3, 6)) == reports[3:]
-    assert_bits_equal(second.snapshot()["tensors"], whole.snapshot()["tensors"])
+    assert_bits_equal(saved_tensors(second), saved_tensors(whole))
 
 
 def test_a_snapshot_is_a_copy():
     """What is written later in another thread, or kept, does not change when training goes on."""
     trainer = make_trainer("ppo")
-    taken = trainer.snapshot()["tensors"]
-    kept = {name: tensor.clone() for name, tensor in taken.items()}
+    taken = trainer.snapshot()["tensors"].values()
+    kept = whole_tensors(taken)
     trainer.step_now(make_batch(seed=1))
-    assert_bits_equal(taken, kept)
-    assert any(not torch.equal(taken[name], tensor) for name, tensor in trainer.snapshot()["tensors"].items())
+    assert_bits_equal(whole_tensors(taken), kept)
+    assert any(not torch.equal(kept[name], tensor) for name, tensor in saved_tensors(trainer).items())
 
 
 def test_snapshots_of_another_run_are_refused():
     taken = make_trainer("grpo").snapshot()
     with pytest.raises(SnapshotError, match="objective 'grpo'"):
         make_trainer("sft").restore(taken)
-    missing = {name: t for name, t in taken["tensors"].items() if "embed" not in name}
+    missing = {key: part for key, part in taken["tensors"].items() if "embed" not in key}
     with pytest.raises(SnapshotError, match=r"holds nothing for actor\.master\.embed\.weight"):
         make_trainer("grpo").restore({**taken, "tensors": missing})
 
@@ -273,8 +277,7 @@ def test_moving_components_keeps_bits_and_identity(dtype, tier, tmp_path, monkey
             assert {"host": usage.host_bytes, "disk": usage.disk_bytes}[tier] >= sizes[name] > 0
         with monkeypatch.context() as patched:
             patched.setattr(StoragePool, "move", lambda *_: pytest.fail("a snapshot moves nothing"))
-            taken = moved.snapshot()["tensors"]
-            assert_bits_equal(taken, still.snapshot()["tensors"])  # even from where they are parked
+            assert_bits_equal(saved_tensors(moved), saved_tensors(still))  # even from where they are parked
         assert all(moved.measure()[name].device_bytes == 0 for name in names)
         moved.move(names, "device")
         assert {name: usage.device_bytes for name, usage in moved.measure().items()} == sizes
@@ -347,4 +350,5 @@ def test_state_is_json_and_counts():
     trainer = make_trainer("ppo", objective=GrpoConfig(), sequences_per_update=6)
     trainer.step_now(make_batch())
     state = json.loads(json.dumps(trainer.snapshot()["state"]))
+    assert state.pop("model") == json.loads(json.dumps(asdict(SPEC)))
     assert state == {"objective": "grpo", "version": 2, "steps_done": 1, "num_updates": {"actor": 2}}

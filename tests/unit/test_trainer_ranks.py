@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import safetensors.torch
+import torch
 from planner_cases import make_job
-from trainer_cases import OBJECTIVES, SPEC
+from trainer_cases import OBJECTIVES, SPEC, whole_tensors
 from zero_cases import (
     AWAY,
     LAYOUTS,
@@ -16,12 +19,15 @@ from zero_cases import (
     away,
     equal_away,
     evaluate,
+    exported,
     freed_between_passes,
     gathered,
+    gathered_dtypes,
     gradients,
     held_bytes,
     measures,
     moved,
+    overflowed,
     refused_mixture,
     resume,
     resume_first,
@@ -31,6 +37,9 @@ from zero_cases import (
     with_a_bad_number,
 )
 
+from gyre.core.errors import SnapshotError
+from gyre.models.load import load_hub, verify_export
+from gyre.models.verify import verify_runs
 from gyre.planner.layouts import Layout, frozen_bytes, state_bytes
 from gyre.planner.shapes import model_numbers
 from gyre.planner.speed import sent_bytes
@@ -144,13 +153,73 @@ def test_bfloat16_follows_float32_masters(ranks, dtype):
         assert own == pytest.approx(norms, rel=0.02)
 
 
+@pytest.mark.parametrize("layout", ["zero0", "zero1", "zero2", "zero3", "zero3_once"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_8_bit_products_are_the_same_over_ranks(pair, layout, dtype):
+    """Scales are of a chunk's numbers, so each sequence is a chunk here, wherever it goes. What is left is the order of
+    sums: in float32 its last bits; in bfloat16 gradients of chunks are rounded before they are added."""
+    settings = {"dtype": dtype, "matmul": "fp8", "tokens_per_chunk": 16, "longer_than": 8, "num_sequences": 16}
+    expected, norms = gradients(None, "ppo", **settings)
+    results = pair.run(gradients, "ppo", layout=layout, **settings)
+    assert_close(results[0][0], expected, relative=1e-5 if dtype == "float32" else 0.02)
+    assert results[1][1] == results[0][1] == pytest.approx(norms, rel=1e-5 if dtype == "float32" else 0.01)
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_8_bit_weights_are_gathered_again_for_what_is_made_again(pair, mode):
+    settings = {"matmul": "fp8", "layout": "zero3"}
+    expected = pair.run(gradients, "grpo", **settings)[0][0]
+    assert_close(pair.run(gradients, "grpo", checkpointing=mode, **settings)[0][0], expected, relative=1e-6)
+
+
+def test_layers_are_gathered_in_8_bits(pair):
+    """Half the bytes, but for the norms; also after the weights and their scales have changed."""
+    (wide, _, wide_bytes), (before, after, narrow_bytes) = (pair.run(gathered_dtypes, m)[0] for m in ("same", "fp8"))
+    assert set(wide) == {"bfloat16"} and before == after
+    assert before.count("float8_e4m3fn") == 4 and set(before) == {"float8_e4m3fn", "bfloat16"}
+    assert 0.5 < narrow_bytes / wide_bytes < 0.52
+
+
+@pytest.mark.parametrize("layout", ["zero1", "zero3"])
+def test_training_with_8_bit_products_goes_on_from_another_layout_s_snapshot(pair, layout):
+    """The scales of gathered weights follow the weights that were read."""
+    settings = {"matmul": "fp8", "dtype": "bfloat16"}
+    state = saved(None, "sft", steps=2, **settings)
+    written = {name: tensor.float().clone().numpy() for name, tensor in state["tensors"].items()}
+    results = pair.run(resume, state, "sft", steps=range(0), layout=layout, **settings)
+    for name, tensor in written.items():
+        np.testing.assert_array_equal(results[0][1][name], tensor, err_msg=name)
+    on = [pair.run(resume, state, "sft", steps=range(2, 4), layout=each, **settings)[0] for each in (layout, "zero0")]
+    assert_close(on[0][1], on[1][1], relative=1e-3)
+
+
+@pytest.mark.parametrize("layout", ["zero1", "zero3"])
+def test_8_bit_products_of_parked_components_and_of_the_reference(pair, layout):
+    """Shards that were away are gathered as before; the reference, never trained, multiplies what the policy does."""
+    settings = {"matmul": "fp8", "dtype": "bfloat16", "layout": layout}
+    expected = pair.run(train, "grpo", **settings)[0][1]
+    assert_close(pair.run(moved, "grpo", **settings)[0], expected, relative=1e-6)
+    ours, theirs = (pair.run(evaluate, "grpo", which, **settings)[0] for which in ("policy", "reference"))
+    assert all(np.array_equal(a, b) for a, b in zip(ours[:9], theirs[:9], strict=True))
+
+
+@pytest.mark.parametrize("layout", ["zero0", "zero1", "zero2", "zero3"])
+def test_an_overflow_in_float16_is_skipped_on_all_ranks_alike(pair, layout):
+    expected, state = overflowed(None)
+    results = pair.run(overflowed, layout=layout)
+    assert results[0][0] == results[1][0]
+    assert [row[:2] for row in results[0][0]] == [row[:2] for row in expected] and expected[1][0] == 0
+    assert expected[1][1] == expected[0][1] / 2
+    assert_close(results[0][1], state, relative=0.05)
+
+
 @pytest.mark.parametrize("layout", ["zero1", "zero3", "hybrid3", "mixed"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_snapshots_fit_any_number_of_ranks(ranks, layout, dtype):
     """One process's into four ranks and back, to the bit; and the run goes on from it."""
     settings = {"dtype": dtype, "reference_moving_average": 0.9, "spec": "odd"}
     state = saved(None, "ppo", steps=2, **settings)
-    written = {name: tensor.float().clone().numpy() for name, tensor in state["tensors"].items()}
+    written = {name: t.float().numpy() for name, t in whole_tensors(state["tensors"].values()).items()}
     results = ranks.run(resume, state, "ppo", steps=range(0), layout=layout, **settings)
     assert results[0][1].keys() == written.keys()
     for name, tensor in written.items():
@@ -243,6 +312,32 @@ def test_what_each_layout_holds(ranks):
         for held in ranks.run(held_bytes, "grpo", dtype="bfloat16", layout=layout):
             got = held["actor.params"], held["actor.grads"], held["actor.optimizer"] + held.get("actor.master", 0)
             assert [size / count for size in got] == pytest.approx([params, grads, rest], rel=0.05), layout
+
+
+def test_an_export_streams_from_the_shards(ranks, tmp_path):
+    """No rank ever holds more than two buckets, and a block on the way to the disk, beside its shard."""
+    folder = tmp_path / "export"
+    results = ranks.run(exported, str(folder), layout="zero3")
+    model_bytes = sum(tensor.nbytes for tensor in results[0]["tensors"].values())
+    assert model_bytes > 4 << 20
+    for result in results:
+        assert 1 << 17 <= result["tensor_bytes"] < 3 << 17, result["tensor_bytes"]
+        assert result["python_bytes"] < model_bytes / 8, result["python_bytes"]
+    files = sorted(folder.glob("model-*.safetensors"))
+    assert len(files) > 2 and (folder / "model.safetensors.index.json").is_file()
+    spec, decoder = load_hub(folder, device=torch.device("cpu"), dtype=torch.float32)
+    for name, parameter in decoder.named_parameters():
+        np.testing.assert_array_equal(parameter.detach().numpy(), results[0]["tensors"][name], err_msg=name)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    stored = {name: file for file in files for name in safetensors.torch.load_file(file)}
+    assert {name: file.name for name, file in stored.items()} == index
+    verify_export(folder, decoder)
+    runs = [(name, 0, p.numel(), p.detach().view(-1)) for name, p in decoder.named_parameters()]
+    verify_runs(folder, spec, runs)
+    with torch.no_grad():
+        decoder.get_parameter("layers.1.down.weight")[3, 5] += 1
+    with pytest.raises(SnapshotError, match=r"content of layers\.1\.down\.weight"):
+        verify_runs(folder, spec, runs)
 
 
 # What the plan and the metrics say of ranks ------------------------------------------------------------------------------

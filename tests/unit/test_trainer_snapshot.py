@@ -1,4 +1,5 @@
-"""Snapshot store: what is read back, and what any damage, crash or full disk does to it."""
+"""Snapshots on disk: what is read back, and what any damage, crash or full disk does to them; by one process and by
+several ranks."""
 
 from __future__ import annotations
 
@@ -8,82 +9,163 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rank_pool import RankPool
+from saver_cases import (
+    bytes_read_to_restore,
+    die_in_a_save,
+    fail_on,
+    load_and_save,
+    parts_of,
+    save_trained,
+    saver_on,
+    shares_of_faults,
+    written_by,
+)
 
 from gyre.core.errors import SnapshotError
-from gyre.trainer.snapshot import SnapshotStore
+from gyre.trainer.parts import find_gap, own_runs
+from gyre.trainer.snapshot import Snapshot, SnapshotStore, find_faults, load
+from gyre.weights.shards import row_layout, slice_layout, whole_layout
 
 TENSORS = {
     "float": torch.arange(12, dtype=torch.float32).reshape(3, 4).t(),  # not contiguous
     "half": torch.tensor([1.5, float("nan"), -0.0], dtype=torch.bfloat16),
     "ints": torch.tensor([2**60], dtype=torch.int64),
     "flag": torch.tensor(True),
-    "empty": torch.empty(0, 7),
 }
 STATE = {"step": 3, "cursor": {"epoch": 1, "order": [3, 1, 2]}, "text": "naïve"}
 BLOBS = {"rollouts.msgpack": bytes(range(256)), "empty": b""}
+SHARD = "rank-00000.safetensors"
 
 
-def store_of(folder: Path, keep: int = 2) -> tuple[SnapshotStore, list]:
-    events: list = []
-    return SnapshotStore(folder, keep=keep, emit=lambda name, **fields: events.append((name, fields))), events
+def save(folder: Path, step: int, *, keep: int = 2, tensors=TENSORS) -> tuple[SnapshotStore, list]:
+    saver, store, events = saver_on(None, folder, keep=keep)
+    saver.save(step, parts=lambda: parts_of(tensors), state={**STATE, "step": step}, blobs=BLOBS)
+    return store, events
 
 
-def save(store: SnapshotStore, step: int) -> Path:
-    return store.save(step, tensors=TENSORS, state={**STATE, "step": step}, blobs=BLOBS)
+def tensors_in(found: Snapshot) -> dict[str, torch.Tensor]:
+    read = {name: torch.empty(kind.shape, dtype=kind.dtype) for name, kind in found.tensors.kinds().items()}
+    for name, tensor in read.items():
+        found.tensors.read(name, 0, tensor.view(-1))
+    return read
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def test_everything_comes_back_to_the_bit(tmp_path):
-    store, events = store_of(tmp_path)
-    save(store, 7)
+    store, events = save(tmp_path, 7)
     found = store.load_latest()
-    assert found.step == 7 and found.state == {**STATE, "step": 7} and found.blobs == BLOBS
-    assert found.tensors.keys() == TENSORS.keys()
+    assert found.step == 7 and found.blobs == BLOBS
+    assert found.state == {"loop": {**STATE, "step": 7}, "trainer": {"version": 7}}
+    read = tensors_in(found)
+    assert read.keys() == TENSORS.keys()
     for name, tensor in TENSORS.items():
-        got = found.tensors[name]
+        got = read[name]
         assert got.dtype == tensor.dtype and got.shape == tensor.shape
-        assert got.contiguous().view(-1).view(torch.uint8).equal(tensor.contiguous().view(-1).view(torch.uint8)), name
+        assert bits(got).equal(bits(tensor)), name
     assert [name for name, _ in events] == ["snapshot.saved"]
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    shapes=st.lists(st.lists(st.integers(0, 5), max_size=3), max_size=4),
+    shapes=st.lists(st.lists(st.integers(1, 5), max_size=3), max_size=4),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.uint8]),
 )
-def test_the_tensor_file_is_what_the_safetensors_package_writes_and_reads(shapes, dtype, tmp_path):
+def test_a_shard_file_is_what_the_safetensors_package_reads(shapes, dtype, tmp_path):
     tensors = {f"t{i}": (torch.randn(shape) * 9).to(dtype) for i, shape in enumerate(shapes)}
-    store, _ = store_of(tmp_path)
-    path = store.save(0, tensors=tensors, state={}, blobs={})
-    read = safetensors.torch.load((path / "tensors.safetensors").read_bytes())
-    assert read.keys() == tensors.keys()
-    assert all(torch.equal(read[name], tensor) and read[name].dtype == dtype for name, tensor in tensors.items())
+    save(tmp_path, 0, tensors=tensors)
+    read = safetensors.torch.load((tmp_path / "step-00000000" / SHARD).read_bytes())
+    assert read.keys() == {f"{name}[0:{tensor.numel()}]" for name, tensor in tensors.items()}
+    for name, tensor in tensors.items():
+        assert bits(read[f"{name}[0:{tensor.numel()}]"]).equal(bits(tensor))
+
+
+def test_any_run_is_read_through_blocks_that_are_checked(tmp_path, monkeypatch):
+    """Blocks of 64 bytes, so that a run begins and ends inside of one."""
+    from gyre.trainer import manifest, shardfile
+
+    monkeypatch.setattr(shardfile, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(manifest, "BLOCK_BYTES", 64)
+    whole = torch.arange(200, dtype=torch.float32)
+    store, _ = save(tmp_path, 1, tensors={"w": whole})
+    found = store.load_latest()
+    for start, stop in ((0, 200), (3, 4), (15, 17), (16, 32), (150, 200)):
+        out_N = torch.zeros(stop - start)
+        found.tensors.read("w", start, out_N)
+        assert out_N.equal(whole[start:stop])
+    path = tmp_path / "step-00000001" / SHARD
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1  # in the last block only
+    path.write_bytes(data)
+    found.tensors.read("w", 0, torch.zeros(190))
+    with pytest.raises(SnapshotError, match=rf"{SHARD}, w: bytes \d+ to \d+ do not match their checksum"):
+        found.tensors.read("w", 199, torch.zeros(1))
+
+
+SHAPES = {"a": (5, 3), "b": (7,), "c": (4, 4)}
+STARTS = {"a": 0, "b": 16, "c": 32}
+LAYOUTS = [
+    whole_layout(SHAPES, STARTS, 48),
+    row_layout(SHAPES, num_ranks=3, replicated=frozenset({"b"})),
+    slice_layout(SHAPES, STARTS, 64, num_ranks=2, replicated=frozenset()),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("num_copies", [1, 2, 5])
+def test_ranks_and_copies_save_each_number_once(layout, num_copies):
+    runs = {name: [] for name in SHAPES}
+    for rank in range(len(layout.ranks)):
+        sizes = []
+        for copy in range(num_copies):
+            mine = own_runs(layout, rank, copy=copy, num_copies=num_copies)
+            sizes.append(sum(stop - start for start, stop in mine.values()))
+            for name, run in mine.items():
+                runs[name].append(run)
+        assert max(sizes) - min(sizes) <= 1, "copies share the work"
+    assert [find_gap(SHAPES[name], found) for name, found in runs.items()] == [None, None, None]
 
 
 def test_only_the_newest_are_kept(tmp_path):
-    store, _ = store_of(tmp_path, keep=2)
     for step in (1, 2, 30):
-        save(store, step)
+        store, _ = save(tmp_path, step)
     assert store.steps() == (2, 30)
     assert store.load_latest().step == 30
 
 
 def test_no_snapshot_yet(tmp_path):
-    assert store_of(tmp_path / "none")[0].load_latest() is None
+    assert saver_on(None, tmp_path / "none")[1].load_latest() is None
 
 
 def damage_cut(path: Path) -> None:
-    os.truncate(path / "tensors.safetensors", 100)
+    os.truncate(path / SHARD, 100)
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
 
 
 def damage_flip(path: Path) -> None:
-    data = bytearray((path / "tensors.safetensors").read_bytes())
-    data[-1] ^= 1
-    (path / "tensors.safetensors").write_bytes(data)
+    flip(path / SHARD, -1)
+
+
+def damage_header(path: Path) -> None:
+    flip(path / SHARD, 12)
+
+
+def damage_shard(path: Path) -> None:
+    (path / SHARD).unlink()
 
 
 def damage_missing(path: Path) -> None:
@@ -95,42 +177,60 @@ def damage_blob(path: Path) -> None:
 
 
 def damage_manifest(path: Path) -> None:
-    (path / "manifest.json").write_text('{"format": 1, "fil')
+    (path / "manifest.json").write_text('{"crc32": 1, "bo')
 
 
-def damage_format(path: Path) -> None:
-    manifest = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps({**manifest, "format": 99}))
+def damage_number(path: Path) -> None:
+    text = (path / "manifest.json").read_text()
+    (path / "manifest.json").write_text(text.replace('"step": 2', '"step": 3'))
+
+
+def old_format(path: Path) -> None:
+    (path / "manifest.json").write_text(json.dumps({"format": 1, "step": 2, "files": {}}))
 
 
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (damage_cut, "tensors.safetensors has 100 bytes"),
-        (damage_flip, "tensors.safetensors does not match its checksum"),
-        (damage_missing, "state.json cannot be read"),
-        (damage_blob, "blobs/rollouts.msgpack does not match its checksum"),
-        (damage_manifest, "manifest.json cannot be read"),
-        (damage_format, "format 99"),
+        (damage_cut, f"{SHARD}: has 100 bytes"),
+        (damage_flip, f"{SHARD}, flag: bytes"),
+        (damage_header, f"{SHARD}: bytes 0 to"),
+        (damage_shard, f"{SHARD}: is not there"),
+        (damage_missing, "state.json: is not there"),
+        (damage_blob, "blobs/rollouts.msgpack: bytes 0 to 256 do not match their checksum"),
+        (damage_manifest, "manifest.json: cannot be read"),
+        (damage_number, "manifest.json: does not match its checksum"),
+        (old_format, "is of format 1, written whole by one process before snapshots were sharded"),
     ],
 )
 def test_a_torn_snapshot_is_passed_over_with_its_reason(damage, reason, tmp_path):
-    store, events = store_of(tmp_path)
-    save(store, 1)
-    damage(save(store, 2))
+    save(tmp_path, 1)
+    store, events = save(tmp_path, 2)
+    damage(tmp_path / "step-00000002")
     assert store.load_latest().step == 1
     name, fields = events[-1]
     assert name == "snapshot.skipped" and fields["path"] == "step-00000002" and reason in fields["reason"]
-    save(store, 2)  # the resumed run comes to step 2 again
+    assert fields["file"] in reason or fields["file"] == "manifest.json"
+    store, events = save(tmp_path, 2)  # the resumed run comes to step 2 again
     assert store.load_latest().step == 2
     assert "snapshot.replaced" in [name for name, _ in events]
 
 
-KILLED = """
+SAVER = """
 import os, sys, torch
-from gyre.trainer import snapshot
 from pathlib import Path
-store = snapshot.SnapshotStore(Path(sys.argv[1]), keep=2, emit=lambda *a, **k: None)
+from gyre.core.errors import SnapshotError
+from gyre.parallel.group import alone
+from gyre.trainer.parts import Part
+from gyre.trainer.saver import Saver
+from gyre.trainer.snapshot import SnapshotStore
+emit = lambda *_, **__: None
+store = SnapshotStore(Path(sys.argv[1]), keep=2, emit=emit)
+saver = Saver(store, alone(), background=False, pinned=False, deadline_s=60.0, emit=emit)
+part = Part(name="a", shape=(400_000,), start=0, values_N=torch.ones(400_000))
+save = lambda: saver.save(2, parts=lambda: {"tensors": {part.key: part}, "state": {}}, state={}, blobs={"b": b"1"})
+"""
+KILLED = """
 calls = 0
 def watch(event, args):
     global calls
@@ -139,52 +239,35 @@ def watch(event, args):
         if calls == int(sys.argv[2]):
             os.kill(os.getpid(), 9)
 sys.addaudithook(watch)
-store.save(2, tensors={"a": torch.ones(1000)}, state={}, blobs={"b": b"1"})
+save()
 """
 
 
-@pytest.mark.parametrize("moment", [1, 2, 4, 6, 8])
+@pytest.mark.parametrize("moment", [1, 4, 8, 11])
 def test_a_kill_while_writing_leaves_the_one_before(moment, tmp_path):
-    store, _ = store_of(tmp_path)
-    save(store, 1)
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), str(moment)], check=False)
+    store, _ = save(tmp_path, 1)
+    done = subprocess.run([sys.executable, "-c", SAVER + KILLED, str(tmp_path), str(moment)], check=False)
     assert done.returncode == -9
     assert store.load_latest().step in (1, 2)
-    save(store, 3)
+    save(tmp_path, 3)
     assert store.load_latest().step == 3
     assert not list(tmp_path.glob("writing-*"))
 
 
 FULL = """
-import resource, signal, sys, torch
-from gyre.core.errors import SnapshotError
-from gyre.trainer.snapshot import SnapshotStore
-from pathlib import Path
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
-store = SnapshotStore(Path(sys.argv[1]), keep=2, emit=lambda *a, **k: None)
 try:
-    store.save(2, tensors={"a": torch.ones(100_000)}, state={}, blobs={})
+    save()
 except SnapshotError as error:
     print(error.message, "|", error.hint)
 """
 
 
-def test_a_file_that_cannot_grow_is_an_error_with_a_hint(tmp_path):
-    """The kernel refuses to write on, as when the disk is full."""
-    store, _ = store_of(tmp_path)
-    save(store, 1)
-    done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], check=True, capture_output=True, text=True)
-    assert "snapshot of step 2 could not be written" in done.stdout and "free space" in done.stdout
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
-    assert store.load_latest().step == 1
-
-
 def test_a_full_disk_is_an_error_with_a_hint(tmp_path):
     """A real file system of one megabyte, where this machine lets a user mount one."""
-    body = FULL.replace("resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))", "").replace("100_000", "400_000")
     mount = f'mount -t tmpfs -o size=1m none {tmp_path} && exec {sys.executable} -c "$0" {tmp_path}'
-    done = subprocess.run(["unshare", "-rm", "sh", "-c", mount, body], check=False, capture_output=True, text=True)
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", mount, SAVER + FULL], check=False, capture_output=True, text=True
+    )
     if done.returncode != 0 and ("unshare" in done.stderr or "mount" in done.stderr):
         pytest.skip(f"no user mounts here: {done.stderr.strip()[:80]}")
     assert "No space left on device" in done.stdout and "free space" in done.stdout, done.stderr
@@ -193,24 +276,114 @@ def test_a_full_disk_is_an_error_with_a_hint(tmp_path):
 def test_an_unwritable_folder_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(SnapshotError, match="could not be written"):
-        save(store_of(tmp_path / "file" / "snapshots")[0], 1)
+        save(tmp_path / "file" / "snapshots", 1)
 
 
 def test_bytes_that_do_not_come_back_are_an_error(tmp_path, monkeypatch):
     """A disk that lies: what is read is not what was written."""
-    store, _ = store_of(tmp_path)
-    save(store, 1)
-    from gyre.trainer import snapshot
+    store, _ = save(tmp_path, 1)
+    from gyre.trainer import shardfile
 
-    honest = snapshot.write_bytes
+    honest = shardfile.os.fsync
 
-    def lying(path: Path, data: bytes):
-        summed = honest(path, data)
-        if path.name == "state.json":
-            path.write_bytes(data[::-1])
-        return summed
+    def lying(handle: int) -> None:
+        honest(handle)
+        path = Path(os.readlink(f"/proc/self/fd/{handle}"))
+        if path.name == SHARD:
+            flip(path, -1)
 
-    monkeypatch.setattr(snapshot, "write_bytes", lying)
-    with pytest.raises(SnapshotError, match=r"not what was written: state\.json"):
-        save(store, 2)
-    assert store.steps() == (1,)
+    monkeypatch.setattr(shardfile.os, "fsync", lying)
+    with pytest.raises(SnapshotError, match=rf"{SHARD} read back is not what was written"):
+        save(tmp_path, 2)
+    assert store.steps() == (1,) and [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+# By several ranks ----------------------------------------------------------------------------------------------------
+
+
+def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        np.testing.assert_array_equal(found[name], tensor, err_msg=name)
+
+
+def test_a_snapshot_goes_from_ranks_to_ranks_to_the_bit(ranks, tmp_path):
+    """Through files: 1 process, ZeRO-3 on 4, hybrid, each ZeRO stage, 1 again; nobody writes what another one has."""
+    settings = {"dtype": "bfloat16", "reference_moving_average": 0.9, "spec": "odd"}
+    expected = save_trained(None, str(tmp_path / "0"), "ppo", steps=range(2), **settings)
+    whole = written_by(tmp_path / "0" / "step-00000002")[SHARD]
+    layouts = ["zero3", "hybrid3", "mixed", "zero0", "zero1", "zero2", "hybrid1"]
+    for number, layout in enumerate(layouts):
+        source, target = str(tmp_path / str(number)), str(tmp_path / str(number + 1))
+        saved = ranks.run(load_and_save, source, target, "ppo", layout=layout, **settings)
+        assert_same(saved[0], expected)
+        sizes = written_by(tmp_path / str(number + 1) / "step-00000002")
+        assert len(sizes) == 4 and sum(sizes.values()) == whole
+        assert max(sizes.values()) < 0.4 * whole, (layout, sizes)
+    last = str(tmp_path / str(len(layouts)))
+    assert_same(load_and_save(None, last, str(tmp_path / "end"), "ppo", **settings), expected)
+
+
+def test_each_rank_reads_only_what_it_needs(ranks, tmp_path, monkeypatch):
+    save_trained(None, str(tmp_path), "sft", steps=range(1))
+    path = tmp_path / "step-00000001"
+    whole = bytes_read_to_restore(None, str(path), "sft")
+    ranks.run(load_and_save, str(tmp_path), str(tmp_path / "again"), "sft", layout="zero3")
+    counts = ranks.run(bytes_read_to_restore, str(tmp_path / "again" / "step-00000001"), "sft", layout="zero3")
+    assert all(count < 0.4 * whole for count in counts), (counts, whole)
+
+
+def test_ranks_look_through_a_snapshot_together(ranks, tmp_path):
+    ranks.run(save_trained, str(tmp_path), "sft", steps=range(1), layout="zero1")
+    path = tmp_path / "step-00000001"
+    assert ranks.run(shares_of_faults, str(path)) == [[], [], [], []]
+    flip(path / "rank-00002.safetensors", -1)
+    (found,) = [fault for faults in ranks.run(shares_of_faults, str(path)) for fault in faults]
+    assert found.startswith("rank-00002.safetensors, actor.exp_avg_sq.")
+    with pytest.raises(SnapshotError, match="do not match their checksum"):
+        read_moments(path)
+    (path / "rank-00001.safetensors").unlink()
+    assert str(find_faults(path)[0]) == "rank-00001.safetensors: is not there"
+
+
+def read_moments(path: Path) -> None:
+    found = load(path)
+    for name, kind in found.tensors.kinds().items():
+        if name.startswith("actor.exp_avg_sq."):
+            found.tensors.read(name, 0, torch.empty(kind.shape, dtype=kind.dtype).view(-1))
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("full", "could not be written to"),
+        ("copy", "could not be copied to the host"),
+    ],
+)
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_that_fails_fails_the_save_on_all(ranks, tmp_path, how, says, background, victim):
+    """And names itself, and leaves the snapshot before it, and the next save succeeds."""
+    for answer in ranks.run(fail_on, str(tmp_path), how, victim=victim, background=background):
+        assert answer["told"].startswith("SnapshotError: snapshot of step 2 ") and says in answer["told"]
+        assert f"by rank {victim}: " in answer["told"]
+        assert ("File too large" in answer["told"] and "free space" in answer["hint"]) or how == "copy"
+        assert answer["steps"] == (1,) and answer["after"] == (1, 3)
+        assert answer["left"] == ["step-00000001"] and answer["seconds"] < 60
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_rank_killed_in_a_save_is_named_and_the_one_before_is_whole(tmp_path, background):
+    pool = RankPool(2)
+    try:
+        pool.send(die_in_a_save, str(tmp_path), victim=1, background=background)
+        assert pool.answer(1) == (True, ("Dead", "the process is gone"))
+        failed, told = pool.answer(0)
+        assert not failed and told.startswith("RankError") and "rank 1" in told, told
+    finally:
+        pool.close()
+    store = saver_on(None, tmp_path)[1]
+    assert store.load_latest().step == 1 and store.steps() == (1,)
+    assert len(list(tmp_path.glob("writing-*"))) == 1
+    store.remove_leftovers()
+    assert not list(tmp_path.glob("writing-*"))

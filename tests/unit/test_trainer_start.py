@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from start_cases import from_folder, from_seed, peak_bytes, resumed, started
-from trainer_cases import CPU, SPEC, make_trainer
+from trainer_cases import CPU, SPEC, make_trainer, whole_tensors
 from zero_cases import SPECS, batch_for, decoder_on, saved, whole
 
 from gyre.models.decoder import Decoder
@@ -103,9 +103,21 @@ def test_a_rank_never_holds_a_whole_model(ranks):
 def test_a_resumed_trainer_reads_no_weights_and_is_blank_until_it_is_restored(ranks, layout, kind, dtype):
     settings = {"dtype": dtype, "reference_moving_average": 0.9, "spec": "odd"}
     state = saved(None, kind, steps=1, **settings)
-    expected = {name: tensor.float().clone().numpy() for name, tensor in state["tensors"].items()}
+    expected = {name: t.float().numpy() for name, t in whole_tensors(state["tensors"].values()).items()}
     for refused, found, updates in ranks.run(resumed, state, kind, layout=layout, **settings):
         assert refused == ["refused", "SnapshotError, refused", "SnapshotError, refused"] and updates == 1
+        if found:
+            assert_same(found, expected)
+
+
+def test_shards_that_are_gathered_in_8_bits_begin_blank_too(ranks):
+    """Filled from drawn weights, or by a snapshot, and trained: the scales are those of the numbers that came."""
+    settings = {"matmul": "fp8", "dtype": "bfloat16", "spec": "tied"}
+    assert_same(ranks.run(from_seed, "grpo", layout="zero3", **settings)[0], from_seed(None, "grpo", **settings))
+    state = saved(None, "grpo", steps=1, **settings)
+    expected = {name: tensor.float().clone().numpy() for name, tensor in state["tensors"].items()}
+    for refused, found, updates in ranks.run(resumed, state, "grpo", layout="zero3", **settings):
+        assert refused[0] == "refused" and updates == 1
         if found:
             assert_same(found, expected)
 

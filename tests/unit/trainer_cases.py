@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from gyre.models.spec import ModelSpec
 from gyre.objectives.config import DpoConfig, GrpoConfig, PpoConfig, RmConfig, SftConfig
 from gyre.trainer.config import TrainerConfig
 from gyre.trainer.native import NativeTrainer
+from gyre.trainer.parts import HeldParts, Part
 
 CPU = torch.device("cpu")
 SPEC = ModelSpec(
@@ -120,3 +122,18 @@ def assert_bits_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) ->
     assert a.keys() == b.keys()
     for name, tensor in a.items():
         assert tensor.dtype == b[name].dtype and torch.equal(tensor, b[name]), name
+
+
+def whole_tensors(parts: Iterable[Part]) -> dict[str, torch.Tensor]:
+    """The tensors of a snapshot, of the parts of all ranks."""
+    held = HeldParts(parts)
+    found = {}
+    for name, kind in held.kinds().items():
+        found[name] = torch.empty(kind.shape, dtype=kind.dtype)
+        held.read(name, 0, found[name].view(-1))
+    return found
+
+
+def saved_tensors(trainer: NativeTrainer) -> dict[str, torch.Tensor]:
+    """What a snapshot of one process holds."""
+    return whole_tensors(trainer.snapshot()["tensors"].values())

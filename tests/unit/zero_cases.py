@@ -6,6 +6,8 @@ import gc
 import os
 import signal
 import time
+import tracemalloc
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,22 +15,26 @@ from typing import Any
 
 import numpy as np
 import torch
-from trainer_cases import OF_THE_MACHINE, SPEC, make_batch, make_trainer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from trainer_cases import OF_THE_MACHINE, SPEC, make_batch, make_trainer, whole_tensors
 
 from gyre.core.errors import ConfigError
 from gyre.core.records import StepReport, TrainBatch, Which
+from gyre.models import hub_tensors
 from gyre.models.decoder import Decoder
+from gyre.models.export import export_runs
 from gyre.models.heads import ScalarHead
 from gyre.models.init import init_weights
+from gyre.models.verify import verify_runs
 from gyre.parallel.config import ParallelConfig
 from gyre.parallel.devices import DeviceRecord, refuse_mixture
 from gyre.parallel.group import Group, alone
 from gyre.trainer.native import NativeTrainer
 from gyre.trainer.optim_sharded import SlicedOptimizer
 from gyre.trainer.passes import chunk_logprobs
-from gyre.trainer.resharding import join
 from gyre.trainer.update import collect_gradients
-from gyre.weights.gather import ShardSource
+from gyre.weights.gather import ShardSource, gather_runs
 
 # No size divides by 4: shards are uneven, and the last rank has no row of some tensors.
 ODD = replace(SPEC, vocab_size=50, mlp_size=23, tied=False, qkv_bias=True, num_layers=3, head_dim=10, hidden_size=18)
@@ -98,7 +104,24 @@ def batch_for(num_sequences: int, seed: int) -> TrainBatch:
 
 def whole(trainer: NativeTrainer) -> dict[str, np.ndarray]:
     """What a snapshot holds; on rank 0."""
-    return {name: tensor.float().numpy().copy() for name, tensor in trainer.snapshot()["tensors"].items()}
+    parts = gathered_parts(trainer._group, trainer.snapshot()["tensors"])
+    return {name: tensor.float().numpy() for name, tensor in whole_tensors(parts.values()).items()}
+
+
+def gathered_parts(group: Group, own: dict[str, Any]) -> dict[str, Any]:
+    """The parts of all ranks, on rank 0; {} on the others."""
+    if group.size == 1:
+        return dict(own)
+    found: list[Any] = [None] * group.size
+    torch.distributed.all_gather_object(found, own, group=group.process_group)
+    assert sum(len(parts) for parts in found) == len({key for parts in found for key in parts}), "saved twice"
+    return {key: part for parts in found for key, part in parts.items()} if group.rank == 0 else {}
+
+
+def taken(trainer: NativeTrainer) -> dict[str, Any]:
+    """A snapshot of all ranks, on rank 0."""
+    state = trainer.snapshot()
+    return {"tensors": gathered_parts(trainer._group, state["tensors"]), "state": state["state"]}
 
 
 def train(
@@ -111,11 +134,13 @@ def train(
 
 
 def gradients(
-    group: Group | None, kind: str, *, num_sequences: int = 12, **settings: Any
+    group: Group | None, kind: str, *, num_sequences: int = 12, longer_than: int = 0, **settings: Any
 ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
     """The summed gradient of one update by parameter (on rank 0), and the norms."""
     trainer = trainer_on(group, kind, **settings)
-    (update,) = trainer._evaluator.complete(batch_for(num_sequences, seed=0))[1].updates
+    batch = batch_for(num_sequences, seed=0)
+    batch = replace(batch, sequences=tuple(s for s in batch.sequences if len(s.tokens) > longer_than))
+    (update,) = trainer._evaluator.complete(batch)[1].updates
     collect_gradients(trainer._models, trainer._objective, update.chunks, update.denominator)
     found, norms = {}, {}
     for learner in trainer._models.learners:
@@ -126,7 +151,10 @@ def gradients(
         if isinstance(optimizer, SlicedOptimizer):
             low, step = optimizer._low, optimizer._slice
             own_N = torch.cat([own_N[low : low + step], own_N[optimizer._whole :]])
-        joined = join(optimizer.layout, optimizer.runs(own_N), torch.float32, optimizer.mesh.shard)
+        joined = {name: torch.empty(shape) for name, shape in optimizer.shapes.items()}
+        runs = gather_runs(optimizer.layout, optimizer.runs(own_N), group=optimizer.mesh.shard, dtype=torch.float32)
+        for run in runs:
+            joined[run.name].view(-1)[run.start : run.stop].copy_(run.values_N)
         found |= {f"{learner.name}.{name}": tensor.numpy() for name, tensor in joined.items()}
     return found, norms
 
@@ -167,7 +195,7 @@ def resume(
     trainer = trainer_on(group, kind, **settings)
     trainer.restore(state)
     reports = [trainer.step_now(batch_for(12, seed=step)) for step in steps]
-    return reports, whole(trainer), dict(trainer.snapshot())
+    return reports, whole(trainer), taken(trainer)
 
 
 def resume_first(group: Group | None, kind: str, *, state: dict[str, Any], **settings: Any) -> Any:
@@ -178,7 +206,7 @@ def saved(group: Group | None, kind: str, *, steps: int, **settings: Any) -> dic
     trainer = trainer_on(group, kind, **settings)
     for step in range(steps):
         trainer.step_now(batch_for(12, seed=step))
-    return dict(trainer.snapshot())
+    return taken(trainer)
 
 
 def moved(group: Group | None, kind: str, **settings: Any) -> dict[str, np.ndarray]:
@@ -227,9 +255,8 @@ def equal_away(group: Group | None, kind: str, hows: Sequence[str], folder: str,
     for how in hows:
         own_reports, own_state = away(group, train, kind, how, f"{folder}/{how}", **settings)
         for report, own in zip(reports, own_reports, strict=True):
-            kept = {name: value for name, value in own.metrics.items() if not name.startswith("offload_")}
-            wrong += [] if kept == report.metrics else [f"{how}: metrics {kept} {report.metrics}"]
-            assert own.metrics["offload_in_bytes"] > 0 and own.metrics["offload_wait_s"] >= 0.0
+            wrong += [] if own.metrics == report.metrics else [f"{how}: metrics {own.metrics} {report.metrics}"]
+            assert own.measured["offload_in_bytes"] > 0 and own.measured["offload_wait_seconds"] >= 0.0
         assert own_state.keys() == state.keys()
         wrong += [f"{how}: {name}" for name, tensor in state.items() if not np.array_equal(tensor, own_state[name])]
     return wrong
@@ -300,6 +327,29 @@ def with_a_bad_number(group: Group | None, kind: str, **settings: Any) -> tuple[
     return updates, [name for name, _ in events if name not in OF_THE_MACHINE], same
 
 
+def gathered_dtypes(group: Group, matmul: str) -> tuple[list[str], list[str], int]:
+    """What FSDP2 exchanges of a layer: dtypes after a step and after the next; and bytes of the whole layer."""
+    trainer, found = trainer_on(group, "sft", layout="zero3", dtype="bfloat16", matmul=matmul), []
+    layer = trainer._models.actor.decoder.layers[0]
+    inputs: list[torch.Tensor] = []
+    for step in range(2):
+        trainer.step_now(batch_for(8, seed=step))
+        parameters = layer._get_fsdp_state()._fsdp_param_group.fsdp_params
+        inputs = [tensor for parameter in parameters for tensor in parameter.all_gather_inputs]
+        found.append([str(tensor.dtype).removeprefix("torch.") for tensor in inputs])
+    return *found, sum(t.nbytes for t in inputs) * group.size
+
+
+def overflowed(group: Group | None, **settings: Any) -> tuple[list[Any], dict[str, np.ndarray]]:
+    """Steps in float16, the second with an advantage whose gradient is beyond its range; what a snapshot holds."""
+    trainer, reports = trainer_on(group, "grpo", dtype="float16", **settings), []
+    for step in range(3):
+        batch = batch_for(8, seed=step)
+        batch.sequences[3].columns["advantages"][-1] *= 1e9 if step == 1 else 1.0
+        reports.append(trainer.step_now(batch))
+    return [(r.num_updates, r.metrics["loss_scale"], r.metrics.get("grad_norm")) for r in reports], whole(trainer)
+
+
 def freed_between_passes(group: Group) -> tuple[list[int], list[int], bool]:
     """Bytes under each layer's gathered weights as its forward pass sees them, and when the forward pass of all layers
     is over; and whether backward then gave a gradient. What backward saved is those weights."""
@@ -313,6 +363,71 @@ def freed_between_passes(group: Group) -> tuple[list[int], list[int], bool]:
     after = [weight.untyped_storage().nbytes() for weight in seen]
     logprobs_N.sum().backward()
     return during, after, bool(trainer._models.actor.optimizer.grad_N.any())
+
+
+BIG = replace(SPEC, vocab_size=4000, hidden_size=128, mlp_size=512, tied=False)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of tensors that operations make while it is active, and the most that live together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._holders: dict[int, int] = {}
+        self._sizes: dict[int, int] = {}
+        self.peak_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, torch.Tensor):
+                self._watch(tensor, given)
+        return found
+
+    def _watch(self, tensor: torch.Tensor, given: set[int]) -> None:
+        key = tensor.untyped_storage()._cdata
+        if key in given and key not in self._sizes:
+            return  # a view of what was there before
+        self._sizes[key] = tensor.untyped_storage().nbytes()
+        self._holders[key] = self._holders.get(key, 0) + 1
+        weakref.finalize(tensor, self._let_go, key)
+        self.peak_bytes = max(self.peak_bytes, sum(self._sizes.values()))
+
+    def _let_go(self, key: int) -> None:
+        self._holders[key] -= 1
+        if not self._holders[key]:
+            del self._holders[key], self._sizes[key]
+
+
+def exported(group: Group, folder: str, *, layout: str) -> dict[str, Any]:
+    """Train a step with the weights in shards, export them; the bytes that this took beside them, on this rank."""
+    hub_tensors.BLOCK_BYTES = 1 << 14
+    decoder = Decoder(BIG, device=group.device, dtype=torch.float32)
+    init_weights(decoder, 1)
+    trainer = make_trainer("sft", decoder=decoder, group=group, parallel=LAYOUTS[layout])
+    trainer.step_now(batch_for(8, seed=0))
+    _, source = trainer.register()
+    assert isinstance(source, ShardSource)
+
+    def runs():
+        return source.gather_buckets(bucket_bytes=1 << 17)
+
+    tracemalloc.start()
+    with LiveBytes() as live:
+        if group.rank == 0:
+            export_runs(BIG, runs, folder, dtype=torch.float32, tokenizer_files=None, shard_bytes=1_500_000)
+            verify_runs(folder, BIG, runs())
+        else:
+            for _ in range(2):
+                for _ in runs():
+                    pass
+    python_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    whole = {entry.name: torch.empty(entry.shape) for entry in trainer.register()[0].entries}
+    source.gather_into(whole)
+    tensors = {name: tensor.numpy() for name, tensor in whole.items()}
+    return {"tensors": tensors, "tensor_bytes": live.peak_bytes, "python_bytes": python_bytes}
 
 
 def measures(group: Group | None, kind: str, *, folder: str = "", **settings: Any) -> dict[str, Any]:

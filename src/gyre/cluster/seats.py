@@ -78,9 +78,8 @@ class TrainerSeat:
 
         return await self._on_compute(copy)
 
-    async def snapshot(self) -> Mapping[str, Any] | None:
-        taken = await self._on_compute(self.trainer.snapshot)
-        return taken if self._rank == 0 else None
+    async def snapshot(self) -> Mapping[str, Any]:
+        return await self._on_compute(self.trainer.snapshot)
 
     async def restore(self, state: Mapping[str, Any]) -> None:
         await self._on_compute(lambda: self.trainer.restore(state))

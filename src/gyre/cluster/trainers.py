@@ -109,8 +109,10 @@ class TrainerGroup:
         return manifests[0], VersionTensors(manifests[0], homes, self._fetcher(manifests[0].version))
 
     def snapshot(self) -> Mapping[str, Any]:
-        """Blocks. The state goes through this process; `wire` has the ranks write it themselves."""
-        return self._now("trainer.snapshot")[0]
+        """Blocks. The ranks' parts go through this process; `wire` has the ranks write them themselves."""
+        taken = self._now("trainer.snapshot")
+        tensors = {key: part for own in taken for key, part in own["tensors"].items()}
+        return {"tensors": tensors, "state": taken[0]["state"]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Blocks, as `snapshot`."""

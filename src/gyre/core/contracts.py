@@ -140,7 +140,8 @@ class PolicyTrainer(Protocol):
         ...
 
     def snapshot(self) -> Mapping[str, Any]:
-        """Resumable state: tensors and JSON-able leaves."""
+        """Resumable state: "tensors" by key, and "state", JSON-able. One rank gives its part; the tensors of all ranks
+        together are the whole."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None: ...

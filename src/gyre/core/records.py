@@ -21,6 +21,8 @@ Tier = Literal["device", "host", "disk", "none"]
 Phase = Literal["idle", "rollout", "score", "train", "handover", "evaluate"]
 Which = Literal["policy", "reference", "critic", "reward"]
 Checkpointing = Literal["none", "selective", "full"]  # what a training pass keeps of each layer: least with "full"
+Projection = Literal["qkv", "out", "gate_up", "down"]  # the matrices of a decoder layer
+Matmul = Literal["same", "fp8"]  # what a layer's matrix products multiply: the compute dtype, or 8-bit floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -132,7 +132,8 @@ class RunSection(Section):
     """Every draw of the run follows from it."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """cpu, cuda, or auto: cuda where there is one."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Compute weights and activations: float32, bfloat16, or auto (bfloat16 where the hardware multiplies it)."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Compute weights and activations: float32, bfloat16, float16 (losses are scaled), or auto: bfloat16 where the
+    hardware multiplies it, else float16 on a GPU and float32 on a CPU."""
     threads: int = Field(default=0, ge=0)
     """CPU threads for tensors; 0 takes all cores."""

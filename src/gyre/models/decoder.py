@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gyre.core.records import Checkpointing
+from gyre.core.records import Checkpointing, Projection
 from gyre.kernels.blocks import attention_inputs, layer_output
 from gyre.kernels.keep import Replay, Turned
 from gyre.kernels.norm import rms_norm
@@ -24,6 +24,7 @@ from gyre.kernels.rope import rope_frequencies, rope_tables
 from gyre.models.spec import ModelSpec
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+NOTHING: frozenset[Projection] = frozenset()
 
 
 class Weights(nn.Module):
@@ -66,8 +67,10 @@ class Layer(nn.Module):
         *,
         lean: bool = False,
         again: bool = False,
+        float8: frozenset[Projection] = NOTHING,
     ) -> Tensor:
-        """Return the residual stream after the layer, of `rows_N` only where given. `lean` and `again` as in blocks."""
+        """Return the residual stream after the layer, of `rows_N` only where given. `lean`, `again` and `float8` as in
+        blocks."""
         spec, turned = self.spec, Turned() if lean else None
         x_TE, q_THD, k_TKD, v_TKD = attention_inputs(
             x_TE,
@@ -81,6 +84,7 @@ class Layer(nn.Module):
             heads=(spec.num_heads, spec.num_kv_heads),
             eps=spec.norm_eps,
             lean=turned,
+            float8=float8,
         )
         with turned.hooks(q_THD, k_TKD) if turned else contextlib.nullcontext():
             attended_TA = attend(index, q_THD, k_TKD, v_TKD).flatten(1)
@@ -96,15 +100,24 @@ class Layer(nn.Module):
             eps=spec.norm_eps,
             lean=lean,
             again=again,
+            float8=float8,
         )
 
     def replayed(
-        self, index: int, x_TE: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, attend: Attend, rows_N: Tensor | None
+        self,
+        index: int,
+        x_TE: Tensor,
+        cos_T1D: Tensor,
+        sin_T1D: Tensor,
+        attend: Attend,
+        rows_N: Tensor | None,
+        *,
+        float8: frozenset[Projection] = NOTHING,
     ) -> Tensor:
         """Like `forward`; of the pass only x_TE is kept, and the backward pass runs it again."""
-        input_TE = x_TE.detach().requires_grad_(x_TE.requires_grad)
-        with Replay(lambda: self(index, input_TE, cos_T1D, sin_T1D, attend, rows_N, again=True)).hooks():
-            return self(index, x_TE, cos_T1D, sin_T1D, attend, rows_N)
+        input_TE, rest = x_TE.detach().requires_grad_(x_TE.requires_grad), (cos_T1D, sin_T1D, attend, rows_N)
+        with Replay(lambda: self(index, input_TE, *rest, again=True, float8=float8)).hooks():
+            return self(index, x_TE, *rest, float8=float8)
 
 
 class Decoder(nn.Module):
@@ -143,17 +156,20 @@ class Decoder(nn.Module):
         rows_N: Tensor | None = None,
         *,
         checkpointing: Checkpointing = "none",
+        float8: frozenset[Projection] = NOTHING,
     ) -> Tensor:
         """Return hidden_TE with the final norm applied; with `rows_N`, hidden_NE of these tokens only, which spares
         the last layer's output projection and MLP for all others. `checkpointing` says what a pass under autograd
-        keeps of each layer: all that its backward pass wants, what is dear to make again, or the input alone."""
+        keeps of each layer: all that its backward pass wants, what is dear to make again, or the input alone. `float8`
+        names the projections whose products are of 8-bit operands."""
         x_TE = F.embedding(tokens_T, self.embed.weight)
         cos_T1D, sin_T1D = rope_tables(positions_T, self.inv_freq_F, x_TE.dtype)
         last, full = len(self.layers) - 1, checkpointing == "full" and torch.is_grad_enabled()
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, Layer)
             inputs = index, x_TE, cos_T1D, sin_T1D, attend, rows_N if index == last else None
-            x_TE = layer.replayed(*inputs) if full else layer(*inputs, lean=checkpointing == "selective")
+            lean = checkpointing == "selective"
+            x_TE = layer.replayed(*inputs, float8=float8) if full else layer(*inputs, lean=lean, float8=float8)
         return rms_norm(x_TE, self.final_norm.weight, self.spec.norm_eps)
 
     def logits(self, hidden_NE: Tensor) -> Tensor:

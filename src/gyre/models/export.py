@@ -1,5 +1,9 @@
-"""Export: our decoder to a folder in hub layout. In: a decoder, a folder. Out: a folder that transformers and vLLM
-load. Written aside, synced and renamed: it is there whole or not at all. Callers: loop and cli through wire; load.
+"""Export: our decoder to a folder in hub layout. In: a decoder, or runs of its tensors in any order; a folder. Out: a
+folder that transformers and vLLM load. Written aside, synced and renamed: it is there whole or not at all. Callers:
+loop and cli through wire; load.
+
+Weights stream: each run goes to its place in its file as it comes, so a model that lies in shards over many ranks is
+never whole in any memory.
 """
 
 from __future__ import annotations
@@ -8,7 +12,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -27,10 +31,12 @@ from gyre.models.hub_files import (
     SCALAR_HEAD_TENSOR,
     WEIGHTS_FILE,
 )
+from gyre.models.hub_tensors import HubTensors, plan_shards
 from gyre.models.names import HubEntry, hub_entries
-from gyre.models.spec import hub_config_from_spec
+from gyre.models.spec import ModelSpec, hub_config_from_spec
 
 SHARD_BYTES = 5_000_000_000
+Run = tuple[str, int, int, Tensor]  # our parameter; numbers [start, stop) of the row-major tensor; their values, flat
 TORCH_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -44,8 +50,36 @@ def export_hub(
     scalar_head: ScalarHead | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write the decoder in hub layout. `tokenizer_files` is a folder whose files are copied in. An earlier export at
-    the same place is replaced; anything else there is refused."""
+    """Write the decoder in hub layout. See `export_runs`."""
+
+    def runs() -> Iterable[Run]:
+        return ((name, 0, p.numel(), p.detach().reshape(-1)) for name, p in decoder.named_parameters())
+
+    export_runs(
+        decoder.spec,
+        runs,
+        folder,
+        dtype=dtype,
+        tokenizer_files=tokenizer_files,
+        scalar_head=scalar_head,
+        shard_bytes=shard_bytes,
+    )
+
+
+@torch.no_grad()
+def export_runs(
+    spec: ModelSpec,
+    runs: Callable[[], Iterable[Run]],
+    folder: str | Path,
+    *,
+    dtype: torch.dtype,
+    tokenizer_files: Path | None,
+    scalar_head: ScalarHead | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write a model in hub layout. `runs` yields every number of every parameter once, in any order. `tokenizer_files`
+    is a folder whose files are copied in. An earlier export at the same place is replaced; anything else there is
+    refused."""
     folder = Path(folder)
     if folder.exists() and not (folder / CHECKSUMS_FILE).is_file():
         raise InputError(f"{folder} exists and is no export of ours", hint="give a new folder, or remove it first")
@@ -56,9 +90,9 @@ def export_hub(
     try:
         if tokenizer_files is not None:
             copy_tokenizer(tokenizer_files, aside)
-        config = hub_config_from_spec(decoder.spec) | {"dtype": TORCH_NAMES[dtype], "torch_dtype": TORCH_NAMES[dtype]}
+        config = hub_config_from_spec(spec) | {"dtype": TORCH_NAMES[dtype], "torch_dtype": TORCH_NAMES[dtype]}
         write_json(aside / CONFIG_FILE, config)
-        write_json(aside / CHECKSUMS_FILE, write_weights(decoder, aside, dtype, shard_bytes))
+        write_json(aside / CHECKSUMS_FILE, write_weights(spec, runs(), aside, dtype, shard_bytes))
         if scalar_head is not None:
             save_scalar_head(scalar_head, aside)
         sync_files(aside)
@@ -77,37 +111,25 @@ def save_scalar_head(head: ScalarHead, folder: Path) -> None:
     save_file({SCALAR_HEAD_TENSOR: weight_1E}, folder / SCALAR_HEAD_FILE, metadata={"format": "pt"})
 
 
-def write_weights(decoder: Decoder, folder: Path, dtype: torch.dtype, shard_bytes: int) -> dict[str, str]:
-    """Write one file, or shards with an index; return the checksum of each hub tensor."""
-    entries = hub_entries(decoder.spec)
+def write_weights(
+    spec: ModelSpec, runs: Iterable[Run], folder: Path, dtype: torch.dtype, shard_bytes: int
+) -> dict[str, str]:
+    """Write one file, or shards with an index; return the checksum of each hub tensor on disk."""
+    entries = hub_entries(spec)
     sizes = [dtype.itemsize * torch.Size(entry.shape).numel() for entry in entries]
     shards = plan_shards(sizes, shard_bytes)
-    sums: dict[str, str] = {}
-    weight_map: dict[str, str] = {}
+    files: dict[str, list[HubEntry]] = {}
     for number, members in enumerate(shards, start=1):
         name = WEIGHTS_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {
-            entries[i].hub_name: rows_of(decoder, entries[i]).to(device="cpu", dtype=dtype, copy=True) for i in members
-        }
-        save_file(tensors, folder / name, metadata={"format": "pt"})
-        sums |= {hub_name: checksum(tensor) for hub_name, tensor in tensors.items()}
-        weight_map |= dict.fromkeys(tensors, name)
+        files[name] = [entries[i] for i in members]
+    with HubTensors(folder, files, dtype) as tensors:
+        for name, start, stop, values_N in runs:
+            tensors.write(name, start, stop, values_N)
+        sums = tensors.checksums()
     if len(shards) > 1:
+        weight_map = {entry.hub_name: name for name, members in files.items() for entry in members}
         write_json(folder / INDEX_FILE, {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map})
     return sums
-
-
-def plan_shards(sizes_bytes: Sequence[int], shard_bytes: int) -> list[list[int]]:
-    """Return indices by shard, in order, none above `shard_bytes` unless one tensor is."""
-    shards: list[list[int]] = [[]]
-    used = 0
-    for i, size in enumerate(sizes_bytes):
-        if shards[-1] and used + size > shard_bytes:
-            shards.append([])
-            used = 0
-        shards[-1].append(i)
-        used += size
-    return shards
 
 
 def rows_of(decoder: Decoder, entry: HubEntry) -> Tensor:

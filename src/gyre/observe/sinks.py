@@ -149,6 +149,7 @@ class WandbSink:
     ):
         try:
             import wandb
+            from wandb.errors import Error as WandbError
         except ImportError as error:
             raise missing_package("wandb", f'observe.wandb = "{mode}"') from error
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -166,7 +167,7 @@ class WandbSink:
                 config=dict(config or {}),
                 settings=wandb.Settings(silent=True, console="off"),
             )
-        except wandb.errors.Error as error:
+        except WandbError as error:
             raise ConfigError(
                 f'observe.wandb = "{mode}": W&B cannot begin a run: {error}',
                 hint='check the network and `wandb login`, or set observe.wandb = "offline" and sync later',

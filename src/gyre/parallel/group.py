@@ -20,6 +20,7 @@ from torch import Tensor
 
 from gyre.core.errors import RankError
 from gyre.parallel.faults import FaultBoard
+from gyre.parallel.notes import Notes, OwnNotes
 from gyre.parallel.traffic import Kind, Traffic
 
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -38,9 +39,11 @@ class Group:
         device: torch.device,
         process_group: dist.ProcessGroup | None = None,
         board: FaultBoard | None = None,
+        notes: Notes | None = None,
         traffic: Traffic | None = None,
     ) -> None:
         self.name, self.rank, self.size, self.device = name, rank, size, device
+        self.notes: Notes = notes or OwnNotes()
         self._group, self._board = process_group, board
         self.traffic = traffic or Traffic()  # of all groups of this rank
 
@@ -50,7 +53,7 @@ class Group:
         return self._group
 
     def part(self, name: str, process_group: dist.ProcessGroup) -> Group:
-        """Some of these ranks as a group of their own, under the same fault board."""
+        """Some of these ranks as a group of their own, under the same fault board and with the same notes."""
         return Group(
             name=name,
             rank=process_group.rank(),
@@ -58,6 +61,7 @@ class Group:
             device=self.device,
             process_group=process_group,
             board=self._board,
+            notes=self.notes,
             traffic=self.traffic,
         )
 

@@ -21,6 +21,7 @@ from gyre.core.errors import ConfigError, RankError
 from gyre.parallel.devices import read_device, refuse_mixture
 from gyre.parallel.faults import FaultBoard
 from gyre.parallel.group import Group
+from gyre.parallel.notes import StoreNotes
 
 GRACE_S = 5.0  # how long lost ranks look for one that has a cause to tell
 
@@ -82,6 +83,7 @@ def join(seat: Seat) -> Group:
             device=seat.device,
             process_group=group,
             board=board,
+            notes=StoreNotes(PrefixStore(f"gyre/{seat.round_id}/notes", _connect(seat))),
         )
         world.barrier()
         refuse_mixture(world, read_device(seat.device))

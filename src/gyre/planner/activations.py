@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gyre.core.records import Checkpointing
+from gyre.core.records import Checkpointing, Matmul
 from gyre.planner.plan import Dtype, ModelNumbers, Saving
 
-ITEM_BYTES: Mapping[Dtype, int] = {"float32": 4, "bfloat16": 2}
+ITEM_BYTES: Mapping[Dtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 STATISTIC = 4  # bytes of a float32 number per row: rstd of a norm, log Σ exp of attention
 INDEX = 8  # bytes of an int64
 
@@ -137,12 +137,14 @@ def head_backward_bytes(model: ModelNumbers, dtype: Dtype, saving: Saving, targe
     return item * model.embedding_parameters + rows + head_forward_bytes(model, saving, targets)
 
 
-def layer_backward_bytes(model: ModelNumbers, dtype: Dtype, tokens: int) -> int:
+def layer_backward_bytes(model: ModelNumbers, dtype: Dtype, tokens: int, matmul: Matmul = "same") -> int:
     """Temporaries of the backward pass behind attention, at the widest of its three wide places: the gated product; the
-    norm, with the MLP's gradients; the output projection, with all of this half's gradients."""
+    norm, with the MLP's gradients; the output projection, with all of this half's gradients. With matmul "fp8" also
+    8-bit copies: the gradient of gate and up twice, the rows that they come from, the weight."""
     item, m = ITEM_BYTES[dtype], model
     mlp, out = 3 * m.hidden_size * m.mlp_size, m.hidden_size * m.query_size
-    return item * max(
+    rounded = tokens * (4 * m.mlp_size + m.hidden_size) + 2 * m.hidden_size * m.mlp_size if matmul == "fp8" else 0
+    return rounded + item * max(
         tokens * (m.hidden_size + 3 * m.mlp_size),
         tokens * (3 * m.hidden_size + 2 * m.mlp_size) + mlp,
         tokens * (2 * m.hidden_size + 2 * m.mlp_size + m.query_size) + mlp + out,

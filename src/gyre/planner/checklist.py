@@ -13,6 +13,7 @@ from typing import Literal
 from gyre.planner.activations import layer_bytes
 from gyre.planner.layouts import on_one_gpu, state_bytes
 from gyre.planner.search import Choice
+from gyre.planner.speed import FP8_GAIN
 from gyre.vram.refusals import words
 
 State = Literal["on", "off", "not built"]
@@ -178,16 +179,30 @@ def _checkpointing(choice: Choice, settings: Settings) -> Line:
 
 
 def _precision(choice: Choice, settings: Settings) -> Line:
+    """BF16, or FP16 with loss scaling where there is none; and what FP8 would do or does beside either."""
     gpu, dtype = choice.cluster.gpu, choice.job.dtype
-    name = "Mixed precision"
-    if dtype == "bfloat16" and gpu.bf16:
-        fp8 = "" if settings.features["FP8 training"] or not gpu.fp8_flops else "; FP8: not built"
-        return Line(name=name, state="on", reason=f"BF16 compute, FP32 master weights and moments{fp8}")
-    if gpu.bf16:
-        return Line(name=name, state="off", reason=f"run.dtype = {dtype}; {gpu.name} has BF16")
-    state = "off" if settings.features["FP16 with loss scaling"] else "not built"
-    reason = f"run.dtype = {dtype}; {gpu.name} has no BF16, FP16 with loss scaling would be faster"
-    return Line(name=name, state=state, reason=reason)
+    name, rest = "Mixed precision", f"FP32 master weights and moments; {_fp8(choice, settings)}"
+    if dtype == "bfloat16":
+        return Line(name=name, state="on", reason=f"BF16 compute, {rest}")
+    if dtype == "float16":
+        why = f"{gpu.name} has BF16, which needs no scaling" if gpu.bf16 else f"{gpu.name} has no BF16"
+        reason = f"FP16 compute with dynamic loss scaling ({why}), {rest}"
+        return Line(name=name, state=_state("FP16 with loss scaling", settings), reason=reason)
+    better = "BF16" if gpu.bf16 else "FP16 with loss scaling"
+    reason = f"run.dtype = {dtype}; {better} would be faster on {gpu.name}; {_fp8(choice, settings)}"
+    return Line(name=name, state="off", reason=reason)
+
+
+def _fp8(choice: Choice, settings: Settings) -> str:
+    gpu, job = choice.cluster.gpu, choice.job
+    if not gpu.fp8_flops:
+        return f"FP8 off: {gpu.name} does not multiply 8-bit floats"
+    if not settings.features["FP8 training"]:
+        return "FP8: not built"
+    if job.matmul == "fp8":
+        gathered = ", which are gathered in 8 bits" if choice.best.layout.zero >= 2 else ""
+        return f"FP8 on: products of the layers' matrices{gathered}; embedding, head and norms stay in {job.dtype}"
+    return f"FP8 off: trainer.matmul = 'same', where 'fp8' makes the layers' products {FP8_GAIN} × as fast"
 
 
 def _loading(settings: Settings) -> Line:
@@ -198,13 +213,13 @@ def _loading(settings: Settings) -> Line:
 
 
 def _snapshots(settings: Settings) -> Line:
-    lacking = [name for name in ("asynchronous snapshots", "sharded snapshots") if not settings.features[name]]
+    built = settings.features["asynchronous snapshots"]
     every = settings.snapshot_every_steps
     when = f"every {every} steps" if every else "at the end of each stage"
     how = "written while training goes on" if settings.snapshot_in_background else "training waits for the disk"
-    reason = f"{when}, checksummed and read back, {how}" + "".join(f"; {name}: not built" for name in lacking)
+    reason = f"{when}, each rank writes its part, checksummed and read back, {how}"
     state: State = "on" if settings.snapshot_in_background else "off"
-    return Line(name="Checkpointing", state="not built" if lacking else state, reason=reason)
+    return Line(name="Checkpointing", state=state if built else "not built", reason=reason)
 
 
 def _faults(settings: Settings) -> Line:

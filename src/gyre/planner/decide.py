@@ -12,8 +12,19 @@ from dataclasses import dataclass, replace
 from gyre.core.errors import ConfigError, MemoryBudgetError
 from gyre.core.records import Phase
 from gyre.engine.config import PAGE_TOKENS
-from gyre.planner.memory import kv_bytes_per_page, predict_components, working_bytes
-from gyre.planner.plan import ComponentPlan, DeviceKind, Dtype, Hardware, PhasePlan, Plan, PlanInputs, Saving, Sizes
+from gyre.planner.memory import kv_bytes_per_page, predict_components, staging_bytes, working_bytes
+from gyre.planner.plan import (
+    ComponentPlan,
+    DeviceKind,
+    Dtype,
+    Hardware,
+    PhasePlan,
+    Plan,
+    PlanInputs,
+    Saving,
+    Sizes,
+    best_dtype,
+)
 from gyre.planner.ring import walk_ring, walk_start
 from gyre.planner.sizes import check_lengths, derive, longest_sequence
 from gyre.vram.config import Residency
@@ -100,8 +111,10 @@ def _settle_base(inputs: PlanInputs, hardware: Hardware) -> tuple[_Base, dict[st
         raise ConfigError("device = cuda, but no CUDA device is usable here", hint="run `gyre doctor`, or use cpu")
     device = inputs.device or hardware.device
     reasons["device"] = "given" if inputs.device else f"the best here: {hardware.device_name}"
-    dtype: Dtype = inputs.dtype or ("bfloat16" if device == "cuda" else "float32")
-    reasons["dtype"] = "given" if inputs.dtype else f"default on {device}"
+    bf16 = hardware.bf16 and device == hardware.device
+    dtype = inputs.dtype or best_dtype(device, bf16=bf16)
+    what = "it multiplies bfloat16" if bf16 else "it has no bfloat16 products"
+    reasons["dtype"] = "given" if inputs.dtype else f"the best on this {device}: {what}"
     threads = inputs.threads or hardware.cores
     reasons["threads"] = "given" if inputs.threads else "cores that this process may use"
     budgets = _budgets(inputs, hardware, device, reasons)
@@ -144,9 +157,29 @@ def _budgets(inputs: PlanInputs, hardware: Hardware, device: DeviceKind, reasons
             sizes[tier], reasons[key] = asked, "given"
         else:
             sizes[tier], reasons[key] = int(share * there), f"{share:.0%} of {words(there)} {what}"
+    if inputs.snapshot_background:
+        sizes["host"] -= (snapshots := _snapshot_bytes(inputs, device))
+        reasons["host_budget_bytes"] += f", less {words(snapshots)} that snapshots are staged in"
+        if sizes["host"] < 0:
+            raise MemoryBudgetError(
+                f"background snapshots need {words(snapshots)} of host memory, {words(-sizes['host'])} more than the "
+                "host budget",
+                hint="set snapshot.background = false, or raise memory.host_budget_bytes",
+            )
     staging = STAGING_BYTES if device == "cuda" else 0
     return Budgets(
         device_bytes=sizes["device"], host_bytes=sizes["host"], disk_bytes=sizes["disk"], staging_bytes=staging
+    )
+
+
+def _snapshot_bytes(inputs: PlanInputs, device: DeviceKind) -> int:
+    return staging_bytes(
+        inputs.model,
+        inputs.dtype or ("bfloat16" if device == "cuda" else "float32"),
+        trained=2 if inputs.critic else 1,
+        reference=inputs.reference,
+        average=inputs.reference_average,
+        ranks=inputs.ranks,
     )
 
 

@@ -15,7 +15,7 @@ from gyre.planner.checklist import Line
 from gyre.planner.explain import table
 from gyre.planner.moments import device_bytes_of
 from gyre.planner.search import Choice
-from gyre.planner.speed import chunks_per_update, sent_bytes
+from gyre.planner.speed import FP8_GAIN, chunks_per_update, sent_bytes
 from gyre.vram.refusals import words
 
 COLUMNS = 118
@@ -99,8 +99,9 @@ def _time_rows(choice: Choice) -> list[tuple[str, ...]]:
     job, best, gpu = choice.job, choice.best, choice.cluster.gpu
     time, layout = best.time, best.layout
     sent = ", ".join(f"{name} {words(size)}" for name, size in sent_bytes(job, layout).items()) or "nothing is sent"
+    sheet, fp8 = gpu.bf16_flops or gpu.fp16_flops, f", FP8 products × {FP8_GAIN}" if job.matmul == "fp8" else ""
     rows = [
-        ("compute", time.compute_s, f"{gpu.training_share:.0%} of {gpu.bf16_flops / 1e12:.0f} TFLOP/s; "
+        ("compute", time.compute_s, f"{gpu.training_share:.0%} of {sheet / 1e12:.0f} TFLOP/s{fp8}; "
          f"{chunks_per_update(job, layout)} chunks"),
         ("computed again", time.again_s, "checkpointing, and logits by blocks"),
         ("exposed communication", time.exposed_s, f"of {time.traffic_s:.3f} s: {sent}"),

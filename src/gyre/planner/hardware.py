@@ -34,7 +34,7 @@ def read_hardware(disk_folder: Path | None = None) -> Hardware:
         host_available_bytes=host.available_bytes,
         disk_free_bytes=_disk_free(disk_folder) if disk_folder is not None else 0,
         cores=cores,
-        bf16=torch.cuda.is_bf16_supported() if on_cuda else facts["flags"]["bf16"],
+        bf16=torch.cuda.is_bf16_supported(including_emulation=False) if on_cuda else facts["flags"]["bf16"],
         saving=saving_on_cuda() if on_cuda else saving_on_cpu(),
     )
 

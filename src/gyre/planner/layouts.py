@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from gyre.core.records import Checkpointing
+from gyre.core.records import Checkpointing, Matmul
 from gyre.parallel.config import Zero
 from gyre.planner.activations import ITEM_BYTES
 from gyre.planner.plan import DeviceKind, Dtype, ModelNumbers
@@ -130,12 +130,19 @@ def frozen_bytes(model: ModelNumbers, dtype: Dtype, layout: Layout) -> int:
     return ITEM_BYTES[dtype] * count
 
 
-def gathered_bytes(model: ModelNumbers, dtype: Dtype, layout: Layout) -> int:
+def layer_item_bytes(dtype: Dtype, matmul: Matmul) -> int:
+    """Per weight of a layer that FSDP2 gathers: norms, which stay wider in 8-bit training, are a few thousandths."""
+    return 1 if matmul == "fp8" else ITEM_BYTES[dtype]
+
+
+def gathered_bytes(model: ModelNumbers, dtype: Dtype, layout: Layout, matmul: Matmul = "same") -> int:
     """Compute weights that FSDP2 holds whole from the first layer's forward pass to the end of the backward one: the
     root group (embedding, head, final norm), and under ZeRO-2 every layer too."""
     if layout.zero < 2:
         return 0
-    return ITEM_BYTES[dtype] * (model.num_parameters if layout.zero == 2 else root_parameters(model))
+    root = root_parameters(model)
+    layers = model.num_parameters - root if layout.zero == 2 else 0
+    return ITEM_BYTES[dtype] * root + layer_item_bytes(dtype, matmul) * layers
 
 
 def root_parameters(model: ModelNumbers) -> int:
@@ -143,13 +150,13 @@ def root_parameters(model: ModelNumbers) -> int:
     return model.num_parameters - model.num_layers * model.layer_parameters
 
 
-def layer_group_bytes(model: ModelNumbers, dtype: Dtype, layout: Layout) -> int:
+def layer_group_bytes(model: ModelNumbers, dtype: Dtype, layout: Layout, matmul: Matmul = "same") -> int:
     """What FSDP2 needs around the layer whose backward pass runs: its weights and the next one's, gathered (ZeRO-3);
     its gradients in the compute dtype; the float32 buffer that is reduced."""
     if layout.zero < 2:
         return 0
     item, count = ITEM_BYTES[dtype], model.layer_parameters
-    gathered = 2 * item * count if layout.zero == 3 else 0
+    gathered = 2 * layer_item_bytes(dtype, matmul) * count if layout.zero == 3 else 0
     return gathered + item * count + FLOAT * count
 
 

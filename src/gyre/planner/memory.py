@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gyre.core.records import Checkpointing, Phase, Tier
+from gyre.core.records import Checkpointing, Matmul, Phase, Tier
 from gyre.engine.config import plan_num_slots
 from gyre.engine.gpu_layout import buffer_bytes
 from gyre.planner.activations import (
@@ -45,12 +45,13 @@ def activation_bytes(
     longest: int,
     saving: Saving,
     checkpointing: Checkpointing = "none",
+    matmul: Matmul = "same",
 ) -> int:
     """What one chunk keeps for its backward pass, and the largest temporaries of that pass."""
     kept = saved_bytes(model, dtype, saving, checkpointing, tokens=tokens, targets=tokens, longest=longest)
     head = max(head_forward_bytes(model, saving, tokens), head_backward_bytes(model, dtype, saving, tokens))
     again = again_bytes(model, dtype, saving, checkpointing, tokens, longest=longest)
-    return kept + max(head, again + layer_backward_bytes(model, dtype, tokens))
+    return kept + max(head, again + layer_backward_bytes(model, dtype, tokens, matmul))
 
 
 def forward_bytes(model: ModelNumbers, dtype: Dtype, tokens: int, *, longest: int, saving: Saving) -> int:
@@ -105,12 +106,27 @@ def working_bytes(
         "rollout": generate if inputs.online else 0,
         "score": score if inputs.online or inputs.reference else 0,
         "train": activation_bytes(
-            model, dtype, tokens_per_chunk, longest=longest, saving=saving, checkpointing=inputs.checkpointing
+            model,
+            dtype,
+            tokens_per_chunk,
+            longest=longest,
+            saving=saving,
+            checkpointing=inputs.checkpointing,
+            matmul=inputs.matmul,
         ),
         "handover": 0,
         "evaluate": generate if inputs.online else score,
     }
     return {phase: size + kept for phase, size in passing.items()}
+
+
+def staging_bytes(
+    model: ModelNumbers, dtype: Dtype, *, trained: int, reference: bool, average: bool, ranks: int
+) -> int:
+    """Host bytes per rank that background snapshots are staged in: masters and two moments in float32 of each trained
+    model, the reference, its average. Ranks share it evenly, whatever the layout."""
+    each = 12 * trained + (ITEM_BYTES[dtype] if reference else 0) + (4 if reference and average else 0)
+    return -(-each * model.num_parameters // ranks)
 
 
 def predict_components(

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from gyre.core.records import Matmul
 from gyre.planner.activations import (
     ITEM_BYTES,
     again_bytes,
@@ -34,6 +35,7 @@ from gyre.planner.layouts import (
     root_parameters,
     state_bytes,
 )
+from gyre.planner.memory import staging_bytes
 from gyre.planner.plan import Dtype, ModelNumbers, Saving
 from gyre.vram.config import Residency
 
@@ -74,10 +76,13 @@ class Job:
     most_tokens_per_update: int  # when every sequence is as long as it may be
     updates_per_step: int = 1  # between two hand-overs to the engine
     target_share: float = 1.0  # of the tokens that have a loss
+    matmul: Matmul = "same"
     critic: bool = False
     reference: bool = False
     reward_model: ModelNumbers | None = None
     engine: Engine | None = None  # None: nothing is generated
+    snapshot_background: bool = False  # snapshots are staged in host memory, which stays taken
+    reference_average: bool = False
     offload_cut_bytes: int = 128 * MIB  # of offloaded state that visits the device at a time
 
     @property
@@ -111,10 +116,10 @@ def train_moments(job: Job, layout: Layout, beside: Mapping[str, int] | None = N
     item = ITEM_BYTES[dtype]
     targets = min(tokens - 1, max(1, round(tokens * job.target_share)))
     kept = saved_bytes(m, dtype, job.saving, layout.checkpointing, tokens=tokens, targets=targets, longest=job.longest)
-    gathered = {"gathered weights": gathered_bytes(m, dtype, layout)}
+    gathered = {"gathered weights": gathered_bytes(m, dtype, layout, job.matmul)}
     head = item * m.embedding_parameters if m.tied or layout.zero >= 2 else 0  # waits for the embedding's gradient
     loss = max(head_forward_bytes(m, job.saving, targets), head_backward_bytes(m, dtype, job.saving, targets))
-    layer = layer_backward_bytes(m, dtype, tokens) + layer_group_bytes(m, dtype, layout)
+    layer = layer_backward_bytes(m, dtype, tokens, job.matmul) + layer_group_bytes(m, dtype, layout, job.matmul)
     embedding = item * m.embedding_parameters + head
     if layout.zero >= 2:  # the root group is reduced as one, when its last gradient is there
         embedding = max(embedding, (item + FLOAT) * root_parameters(m))
@@ -173,7 +178,7 @@ def _score_moment(job: Job, layout: Layout, beside: Mapping[str, int]) -> Moment
     tokens = job.chunk_tokens(layout)
     one_layer = forward_layer_bytes(job.model, job.dtype, job.saving, tokens, longest=job.longest)
     forward = {
-        "gathered weights": gathered_bytes(job.model, job.dtype, layout),
+        "gathered weights": gathered_bytes(job.model, job.dtype, layout, job.matmul),
         "forward pass": one_layer + head_forward_bytes(job.model, job.saving, tokens),
     }
     return _moment("score", {**beside, **forward})
@@ -193,9 +198,19 @@ def device_bytes_of(moment: Moment, layout: Layout) -> int:
 
 
 def host_bytes_of(job: Job, layout: Layout, residency: Residency) -> int:
-    """Pinned host memory per rank: what is offloaded, and under "phase" everything that leaves and is not destroyed."""
+    """Pinned host memory per rank: what is offloaded, what snapshots are staged in, and under "phase" everything that
+    leaves and is not destroyed."""
     states = _states(job, layout)
     away = host_state_bytes(states, layout) | _host_staging(job, layout)
+    if job.snapshot_background:
+        away["snapshots"] = staging_bytes(
+            job.model,
+            job.dtype,
+            trained=job.copies,
+            reference=job.reference,
+            average=job.reference_average,
+            ranks=layout.gpus,
+        )
     if residency == "resident":
         return sum(away.values())
     on_disk = disk_state_bytes(states, layout)

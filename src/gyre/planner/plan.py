@@ -15,14 +15,22 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from gyre.core.errors import SnapshotError
-from gyre.core.records import Checkpointing, Phase, Tier
+from gyre.core.records import Checkpointing, Matmul, Phase, Tier
 from gyre.vram.config import Leave, Residency
 
 DeviceKind = Literal["cpu", "cuda"]
-Dtype = Literal["float32", "bfloat16"]
+Dtype = Literal["float32", "bfloat16", "float16"]
 Saving = Literal["triton", "torch_cuda", "torch_cpu", "c_cpu"]
 """Whose kernels run a layer, which decides what it keeps for the backward pass: on a GPU Triton's or torch's around
 flash attention, on a CPU torch's or the C ones."""
+
+
+def best_dtype(device: DeviceKind, *, bf16: bool) -> Dtype:
+    """What run.dtype = "auto" means: bfloat16 where the device multiplies it, else float16 with loss scaling on a GPU,
+    whose float32 is many times slower, and float32 on a CPU, whose float16 is emulated."""
+    if bf16:
+        return "bfloat16"
+    return "float16" if device == "cuda" else "float32"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +99,7 @@ class PlanInputs:
     sequences_per_update: int | None = None
     tokens_per_chunk: int | None = None
     checkpointing: Checkpointing = "none"
+    matmul: Matmul = "same"
     offload_optimizer: Literal["none", "host", "disk"] = "none"
     offload_gradients: bool = False
     offload_cut_bytes: int = 128 << 20
@@ -114,6 +123,9 @@ class PlanInputs:
     disk_budget_bytes: int | None = None
     disk_tier: bool = False
     leave: Mapping[str, Leave] = field(default_factory=dict)
+    ranks: int = 1  # that share the work of a snapshot
+    snapshot_background: bool = False  # it is staged in host memory, which stays taken
+    reference_average: bool = False  # a moving average in float32 beside the reference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from gyre.core.config import Section
-from gyre.core.records import Checkpointing
+from gyre.core.records import Checkpointing, Matmul
 
 
 class TrainerConfig(Section):
@@ -45,6 +45,11 @@ class TrainerConfig(Section):
     to make again (the projection to q, k and v, attention, the stream between the halves): about a third of the bytes
     for about a seventh more time. full: the layer's input alone, for about a third more time. Changes speed and
     memory, never the gradient. With engine.batch_invariant the policy keeps layer inputs alone whatever stands here."""
+    matmul: Matmul = "same"
+    """What the matrix products of the decoder's layers multiply, forward and backward. same: run.dtype. fp8: 8-bit
+    floats, each operand scaled by its largest number; for a GPU of compute capability 8.9 or more, and slowly on a CPU.
+    Embedding, head, norms and attention stay in run.dtype, as do matrices with a size that 16 does not divide; master
+    weights and the engine's weights are the same either way."""
     offload_optimizer: Literal["none", "host", "disk"] = "none"
     """Where master weights of their own and both moments live. none: on the device. host: in pinned host memory. disk:
     in a file under `memory.disk_folder`. They visit the device in cuts for each update; its numbers are the same. On a
@@ -81,7 +86,8 @@ class SnapshotConfig(Section):
     every_steps: int = Field(default=20, ge=0)
     """Loop steps between snapshots; 0 writes one at the end of a stage only."""
     background: bool = False
-    """Train on while a snapshot is written: it is staged in host memory first, which takes as many bytes as it has."""
+    """Train on while a snapshot is written: each rank stages its part in host memory first, which stays taken (12 bytes
+    per parameter over the number of ranks; the planner counts them)."""
     deadline_s: float = Field(default=1800.0, gt=0.0)
     """Longest that a save, or the end of a stage, waits for the one that is being written in the background."""
     keep: int = Field(default=2, ge=1)

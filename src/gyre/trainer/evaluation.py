@@ -11,6 +11,7 @@ import numpy as np
 
 from gyre.core.errors import ConfigError
 from gyre.core.records import Evaluation, TrainBatch, TrainSequence, Which
+from gyre.models.decoder import NOTHING
 from gyre.objectives.api import AnyObjective, needs_old_logprobs, required_columns
 from gyre.parallel.group import Group
 from gyre.trainer.batches import EpochPlan, Planner
@@ -55,7 +56,8 @@ class Evaluator:
         assert critic is not None and critic.head is not None, f"objective {self._objective.kind} has no critic"
         self._tenancy.need("critic.params")
         self._meter.count(critic.decoder.spec, plan.chunks, scalar=True, backward=False)
-        values, last_values = values_of(critic.decoder, critic.head, sequences, plan.chunks, self._group)
+        given = sequences, plan.chunks, self._group, critic.float8
+        values, last_values = values_of(critic.decoder, critic.head, *given)
         return Evaluation(which=which, per_token=values, per_sequence=last_values)
 
     def complete(self, batch: TrainBatch) -> tuple[Sequence[TrainSequence], EpochPlan]:
@@ -103,8 +105,9 @@ class Evaluator:
         """Ask the reward model that was given, or else the one that is being trained."""
         actor = self._models.actor
         decoder, head = self._reward_model or (actor.decoder, actor.head)
+        float8 = NOTHING if self._reward_model else actor.float8
         assert head is not None, "this trainer was given no reward model"
         self._tenancy.need("reward" if self._reward_model else "actor.params")
         chunks = self._planner.whole(sequences, decoder.spec.vocab_size)
         self._meter.count(decoder.spec, chunks, scalar=True, backward=False)
-        return scores_of(decoder, head, len(sequences), chunks, self._group)
+        return scores_of(decoder, head, len(sequences), chunks, self._group, float8)

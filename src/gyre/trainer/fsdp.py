@@ -16,16 +16,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-from gyre.models.decoder import Decoder
+from gyre.core.records import Projection
+from gyre.models.decoder import NOTHING, Decoder
 from gyre.parallel.mesh import Split
 from gyre.parallel.traffic import Kind, Traffic
+from gyre.trainer.float8 import gather_in_float8
 from gyre.trainer.parallelise import is_shard, sharded_parts
 
 
-def shard_decoder(decoder: Decoder, split: Split, *, trains: bool) -> None:
+def shard_decoder(decoder: Decoder, split: Split, *, trains: bool, float8: frozenset[Projection] = NOTHING) -> None:
     """Cut the weights over the ranks of `split.mesh.shard`. Trained shards are float32, the master weights themselves:
-    layers are gathered in the dtype that the decoder had, gradients are summed in float32. Copies on other replicas are
-    kept equal by the optimiser, once per update."""
+    layers are gathered in the dtype that the decoder had, or in 8 bits the projections of `float8`; gradients are
+    summed in float32. Copies on other replicas are kept equal by the optimiser, once per update."""
     assert split.mesh.torch_mesh is not None and split.shards_weights
     dtype, mesh = decoder.dtype, split.mesh.torch_mesh["shard"]
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
@@ -33,6 +35,7 @@ def shard_decoder(decoder: Decoder, split: Split, *, trains: bool) -> None:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for layer in decoder.layers:
         _to_master(layer, trains)
+        gather_in_float8(layer, float8, split.mesh.shard.size)
         fully_shard(layer, mesh=mesh, reshard_after_forward=split.zero == 3, mp_policy=policy)
     _to_master(decoder, trains)
     fully_shard(decoder, mesh=mesh, reshard_after_forward=False, mp_policy=policy)

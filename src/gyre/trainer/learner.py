@@ -12,16 +12,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gyre.core.records import Checkpointing, Tier
+from gyre.core.records import Checkpointing, Projection, Tier
 from gyre.models.decoder import Decoder
 from gyre.models.heads import ScalarHead
 from gyre.parallel.mesh import Split
 from gyre.trainer.config import TrainerConfig
+from gyre.trainer.float8 import float8_projections, float8_shard, share_amaxes
 from gyre.trainer.home import Home
 from gyre.trainer.optim import AdamW, FlatOptimizer
 from gyre.trainer.optim_sharded import RowOptimizer, SlicedOptimizer
 from gyre.trainer.parallelise import begin_chunk, is_sharded, local_tensors, reshard
-from gyre.trainer.resharding import check_whole, join, load
+from gyre.trainer.parts import Holding, PartSource, sharers
 from gyre.trainer.start import cut_weights, fill_whole, is_blank, place_constants
 from gyre.vram.fixed import FixedPool
 from gyre.vram.pools import StoragePool
@@ -29,7 +30,6 @@ from gyre.vram.virtual import find_driver
 from gyre.weights.pieces import TensorSource, fill
 
 HEAD_PREFIX = "scalar_head."
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Learner:
@@ -52,9 +52,10 @@ class Learner:
         self.name, self.decoder, self.head, self.split = name, decoder, head, split
         self.checkpointing: Checkpointing = config.checkpointing
         self.dtype = decoder.dtype  # that the forward pass computes in
+        self.float8 = float8_projections(decoder, config.matmul, split.mesh.world.device)
         assert weights is None or is_blank(decoder)
         if split.shards_weights:
-            cut_weights(decoder, split, trains=True)
+            cut_weights(decoder, split, trains=True, float8=self.float8)
         parameters = dict(decoder.named_parameters())
         if head is not None:
             parameters |= {HEAD_PREFIX + key: parameter for key, parameter in head.named_parameters()}
@@ -74,6 +75,7 @@ class Learner:
         place_constants(decoder, split.mesh.world.device)
         if weights is not None:
             self._fill(weights)
+        self.weights_changed()
 
     def _fill(self, weights: TensorSource) -> None:
         if self.split.shards_weights:
@@ -85,6 +87,19 @@ class Learner:
     def begin_chunk(self, *, last: bool) -> None:
         """Before the forward pass of an update's chunk."""
         begin_chunk(self.decoder, self.split, last=last)
+
+    def update(self, *, learning_rate: float, grad_scale: float) -> None:
+        """One step of the optimiser, with the summed gradient × grad_scale."""
+        self.optimizer.update(learning_rate=learning_rate, grad_scale=grad_scale)
+        self.weights_changed()
+
+    def weights_changed(self) -> None:
+        """Shards that are gathered in 8 bits are scaled by the largest number of the whole weight. Collective."""
+        share_amaxes(self.optimizer.parameters.values(), self.dtype, self.split.mesh.shard)
+
+    def gathers_in_float8(self, projection: Projection) -> bool:
+        """Whether the ranks exchange this matrix's weights in 8 bits."""
+        return float8_shard(getattr(self.decoder.layers[0], projection).weight) is not None
 
     def clear(self) -> None:
         """Drop what a step that was cut short has left."""
@@ -120,56 +135,42 @@ class Learner:
             for kind, tensors in contents.items()
         ] + self.home.fixed_pools()
 
-    def state_tensors(self) -> dict[str, dict[str, Tensor]]:
-        """What a snapshot holds of this rank's, by the component that it lives in. Gradients don't outlive a step.
-        Offloaded state is read where it lies: host memory, or the mapped file."""
-        optimizer = self.optimizer
+    def holdings(self) -> list[Holding]:
+        """What a snapshot holds of this learner, and this rank of that. Gradients don't outlive a step.
+        Offloaded state is read and written where it lies: host memory, or the mapped file."""
         self.home.check()
+        optimizer, split = self.optimizer, self.split
         weights = "master" if optimizer.master_tensors() else "params"
-        moments = {"exp_avg": optimizer.exp_avg_N, "exp_avg_sq": optimizer.exp_avg_sq_N}
-        return {
-            f"{self.name}.{weights}": {f"{self.name}.master.{k}": t.detach() for k, t in optimizer.masters().items()},
-            f"{self.name}.optimizer": {f"{self.name}.optimizer.{key}": tensor for key, tensor in moments.items()},
+
+        def cut(flat: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return optimizer.runs(flat["flat"])
+
+        masters = {name: tensor.detach() for name, tensor in optimizer.masters().items()}
+        contents = {
+            "master": (weights, masters, dict),
+            "exp_avg": ("optimizer", {"flat": optimizer.exp_avg_N}, cut),
+            "exp_avg_sq": ("optimizer", {"flat": optimizer.exp_avg_sq_N}, cut),
         }
+        return [
+            Holding(
+                component=f"{self.name}.{component}",
+                prefix=f"{self.name}.{kind}.",
+                layout=optimizer.layout,
+                rank=split.mesh.shard.rank,
+                dtype=torch.float32,
+                tensors=tensors,
+                cut=how,
+                sharers=sharers(optimizer.layout, split.mesh),
+            )
+            for kind, (component, tensors, how) in contents.items()
+        ]
 
-    def whole_state(self, copies: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Join the ranks' copies of `state_tensors` to what one process would have; on rank 0, {} on the others."""
-        optimizer = self.optimizer
-        if len(optimizer.layout.ranks) == 1:
-            return dict(copies) if self.split.mesh.world.rank == 0 else {}
-        if self.split.mesh.replica.rank:
-            return {}
-        parts = {name: copies[f"{self.name}.master.{name}"] for name in optimizer.shapes}
-        joined = join(optimizer.layout, parts, torch.float32, self.split.mesh.shard)
-        state = {f"{self.name}.master.{name}": tensor for name, tensor in joined.items()}
-        for key in MOMENTS:
-            flat_N = copies[f"{self.name}.optimizer.{key}"]
-            joined = join(optimizer.layout, optimizer.runs(flat_N), torch.float32, self.split.mesh.shard)
-            if joined:
-                whole_N = torch.zeros(optimizer.file_size)
-                for name, tensor in joined.items():
-                    whole_N[optimizer.starts[name] : optimizer.starts[name] + tensor.numel()] = tensor.view(-1)
-                state[f"{self.name}.optimizer.{key}"] = whole_N
-        return state
-
-    def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """Refuse a snapshot that lacks a tensor of this learner's, or has it in another shape."""
-        shapes = {f"{self.name}.master.{name}": shape for name, shape in self.optimizer.shapes.items()}
-        shapes |= {f"{self.name}.optimizer.{key}": (self.optimizer.file_size,) for key in MOMENTS}
-        check_whole(shapes, tensors, torch.float32)
-
-    def restore(self, tensors: Mapping[str, Tensor], num_updates: int) -> None:
-        """Take this rank's part of a whole snapshot, in place. Collective: new weights go to all ranks."""
-        self.check(tensors)
-        self.home.check()
-        optimizer = self.optimizer
+    def restore(self, source: PartSource, num_updates: int) -> None:
+        """Take this rank's part of a snapshot that was found to fit, in place. Collective: new weights go to all."""
         self.clear()
-        masters = {name: tensors[f"{self.name}.master.{name}"] for name in optimizer.shapes}
-        load(optimizer.places, optimizer.masters(), masters)
-        for key, own_N in (("exp_avg", optimizer.exp_avg_N), ("exp_avg_sq", optimizer.exp_avg_sq_N)):
-            whole_N = tensors[f"{self.name}.optimizer.{key}"]
-            moments = {name: whole_N[start:] for name, start in optimizer.starts.items()}
-            load(optimizer.places, optimizer.runs(own_N), moments)
+        for holding in self.holdings():
+            holding.load(source)
         self.home.flush()
-        optimizer.num_updates = num_updates
-        optimizer.refresh_compute()
+        self.optimizer.num_updates = num_updates
+        self.optimizer.refresh_compute()
+        self.weights_changed()

@@ -9,11 +9,12 @@ clip, AdamW, version + 1. Torch work runs on the compute thread that the constru
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from gyre.core.records import (
 )
 from gyre.kernels import flash
 from gyre.kernels.choose import CUDA_DTYPES, c_instructions, why_torch
+from gyre.kernels.float8 import MULTIPLE
 from gyre.models.decoder import Decoder
 from gyre.models.heads import ScalarHead
 from gyre.objectives.api import (
@@ -48,8 +50,11 @@ from gyre.parallel.mesh import Splitter
 from gyre.trainer.batches import EpochPlan, Planner, Update
 from gyre.trainer.config import TrainerConfig
 from gyre.trainer.evaluation import Evaluator
+from gyre.trainer.float8 import projection_shapes
 from gyre.trainer.learner import HEAD_PREFIX, Learner
+from gyre.trainer.loss_scale import LossScale
 from gyre.trainer.measures import SENT, Meter
+from gyre.trainer.parts import OTHER_MODEL, HeldParts, Holding, Part, PartSource, check_kinds
 from gyre.trainer.passes import ChunkLogprobs, chunk_logprobs
 from gyre.trainer.reference import Reference
 from gyre.trainer.schedule import learning_rate_factor
@@ -57,7 +62,6 @@ from gyre.trainer.start import blank_copy, is_blank, start_frozen
 from gyre.trainer.tenancy import ScoredModel, Tenancy
 from gyre.trainer.trace import Tracer
 from gyre.trainer.update import Models, Totals, collect_gradients
-from gyre.vram.pools import Take
 from gyre.weights.gather import ShardSource
 from gyre.weights.manifest import make_manifest
 from gyre.weights.pieces import LiveTensors, TensorSource
@@ -117,9 +121,9 @@ class NativeTrainer:
             head = ScalarHead(decoder.spec.hidden_size, device=device)
         assert head is None or trains_scores(objective), f"objective {objective.kind} trains no scalar head"
         self._version, self._steps_done = version, 0
+        self._model = json.loads(json.dumps(asdict(decoder.spec)))  # as a snapshot says it
         self._filled = weights is not None or not is_blank(decoder)
         self._tenancy = Tenancy(disk_folder, parked or {})
-        logprobs = logprobs or partial(chunk_logprobs, checkpointing=config.checkpointing)
         splitter = Splitter(self._group, parallel or ParallelConfig())
         with self._group.guard("start of the trainer"):
             self._start(decoder, head, critic, weights, splitter, logprobs)
@@ -158,7 +162,7 @@ class NativeTrainer:
         critic: ScoredModel | None,
         weights: TensorSource | None,
         splitter: Splitter,
-        logprobs: ChunkLogprobs,
+        logprobs: ChunkLogprobs | None,
     ) -> None:
         """Make the models that a snapshot holds. The actor last: what begins like it reads it before it is cut."""
         first = weights if is_blank(decoder) else LiveTensors(dict(decoder.named_parameters()))
@@ -176,7 +180,11 @@ class NativeTrainer:
                 learner = make("critic", blank_copy(decoder), scores, split=split, weights=first)
             tenancy.take_learner(learner)
         actor = tenancy.take_learner(make("actor", decoder, head, split=splitter.split("actor"), weights=weights))
+        assert logprobs is None or not actor.float8, "log-probs that are given know nothing of 8 bits"
+        logprobs = logprobs or partial(chunk_logprobs, checkpointing=config.checkpointing, float8=actor.float8)
         self._models, self._reference = Models(actor=actor, critic=learner, logprobs=logprobs), reference
+        self._loss_scale = LossScale() if actor.dtype == torch.float16 else None
+        self._tell_float8()
 
     # PolicyTrainer ---------------------------------------------------------------------------------------------------
 
@@ -208,40 +216,55 @@ class NativeTrainer:
         )
         return make_manifest(self._version, like, shared=False, checksums=False), source
 
-    def snapshot(self, take: Take | None = None) -> Mapping[str, Any]:
-        """Return {"tensors": by name, "state": JSON-able}. Tensors are whole copies on the CPU of rank 0 (the other
-        ranks get none), taken from the tier where each component is: a snapshot moves nothing, and needs room for one
-        bucket on the device where tensors lie in shards. `take` gives the memory for this
-        rank's copies."""
+    def snapshot(self) -> Mapping[str, Any]:
+        """Return {"tensors": copies of this rank's Parts by key, "state": JSON-able}. The parts of all ranks together
+        are the whole, each number once."""
+        taken = self.live_snapshot()
+        parts = {key: replace(part, values_N=_host_copy(part.values_N)) for key, part in taken["tensors"].items()}
+        return {"tensors": parts, "state": taken["state"]}
+
+    def live_snapshot(self) -> Mapping[str, Any]:
+        """As `snapshot`, but the parts are read where each component lies, on whatever tier, and are valid until
+        training or a move goes on. Moves nothing; asks no other rank for anything."""
         self._assert_filled()
-        with self._group.guard("snapshot"):
-            tensors = self._whole_tensors(take)
+        parts: dict[str, Part] = {}
+        components: dict[str, list[Holding]] = {}
+        for holding in self._holdings():
+            components.setdefault(holding.component, []).append(holding)
+        for component, holdings in components.items():
+            named = {name: tensor for holding in holdings for name, tensor in holding.named().items()}
+            readable = self._tenancy.readable(component, named)
+            parts |= {part.key: part for holding in holdings for part in holding.parts(readable)}
         state = {
             "objective": self._objective.kind,
+            "model": self._model,
             "version": self._version,
             "steps_done": self._steps_done,
             "num_updates": {learner.name: learner.optimizer.num_updates for learner in self._models.learners},
         }
-        return {"tensors": tensors, "state": state}
+        if self._loss_scale is not None:
+            state["loss_scale"] = asdict(self._loss_scale)
+        return {"tensors": parts, "state": state}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `snapshot` returned, read back; every rank is given the whole of it, whatever the number
-        of ranks that wrote it. SnapshotError if it is of another model or objective."""
+        """Continue from what `snapshot` returned, on every rank: "tensors" is a PartSource, or the Parts of all ranks
+        that took it, however many. SnapshotError, with nothing changed, if it is of another model or objective."""
         tensors, numbers = state["tensors"], state["state"]
-        if numbers["objective"] != self._objective.kind:
-            raise SnapshotError(
-                f"the snapshot is of objective '{numbers['objective']}', this run has '{self._objective.kind}'",
-                hint="resume with the config that the run was started with",
-            )
+        source: PartSource = HeldParts(tensors.values()) if isinstance(tensors, Mapping) else tensors
+        self._refuse_another(numbers)
+        wanted = [holding.kinds() for holding in self._holdings()]
+        check_kinds({name: kind for kinds in wanted for name, kind in kinds.items()}, source.kinds())
         self._filled = False  # until all of it is there
         with self._group.guard("restore"):
             for learner in self._models.learners:  # one at a time: what is parked need not fit beside the others
                 with self._tenancy.all_on_device(f"{learner.name}."):
-                    learner.restore(tensors, int(numbers["num_updates"][learner.name]))
+                    learner.restore(source, int(numbers["num_updates"][learner.name]))
             if self._reference is not None:
                 with self._tenancy.on_device("reference"):
-                    self._reference.restore(tensors)
+                    self._reference.restore(source)
         self._version, self._steps_done = int(numbers["version"]), int(numbers["steps_done"])
+        if self._loss_scale is not None:  # a snapshot of a run in another dtype has none
+            self._loss_scale = LossScale(**numbers.get("loss_scale", {}))
         self._filled = True
 
     def _assert_filled(self) -> None:
@@ -280,7 +303,7 @@ class NativeTrainer:
                 started_s = time.perf_counter()
                 report = self._step(batch)
                 step_s = time.perf_counter() - started_s
-            measured = self._meter.report(num_tokens=report.num_tokens, step_s=step_s)
+            measured = self._meter.report(num_tokens=report.num_tokens, step_s=step_s) | self._moved()
         if batch.step in self._config.trace_steps:  # the profiler makes it slower: its times say nothing
             measured = {name: value for name, value in measured.items() if name.startswith(SENT)}
         return replace(report, measured=measured)
@@ -305,21 +328,25 @@ class NativeTrainer:
         return StepReport(
             step=batch.step,
             version=self._version,
-            metrics=totals.finish(self._group, self._moved()) | self._numbers(plan, factor),
+            metrics=totals.finish(self._group) | self._numbers(plan, factor),
             num_tokens=plan.num_tokens * self._config.epochs_per_batch,
             num_updates=self._version - before,
         )
 
     def _update(self, update: Update, factor: float, totals: Totals, step: int) -> None:
         """One optimiser update of every learner, or of none when a gradient is not finite."""
-        found = collect_gradients(self._models, self._objective, update.chunks, update.denominator)
+        scale = 1.0 if self._loss_scale is None else self._loss_scale.factor
+        given = self._models, self._objective, update.chunks, update.denominator
+        found = collect_gradients(*given, loss_scale=scale)
         for learner in self._models.learners:
             spec, scalar = learner.decoder.spec, learner.head is not None
             self._meter.count(spec, update.chunks, scalar=scalar, backward=True)
             learner.optimizer.reduce()
-        norms = {learner.name: learner.optimizer.grad_norm() for learner in self._models.learners}
+        norms = {learner.name: learner.optimizer.grad_norm() / scale for learner in self._models.learners}
         self._group.check(f"update of step {step}")  # a sum over ranks that were lost looks like any other number
-        if not all(math.isfinite(norm) for norm in norms.values()):
+        finite = all(math.isfinite(norm) for norm in norms.values())
+        self._follow_loss_scale(finite, step)
+        if not finite:
             totals.skip()
             self._emit("trainer.update_skipped", step=step, reason=f"gradient norm is {norms}")
             self._clear_gradients()
@@ -327,9 +354,27 @@ class NativeTrainer:
         totals.add(found, norms)
         for learner in self._models.learners:
             clip, norm = self._config.grad_clip, norms[learner.name]
-            scale = clip / norm if clip and norm > clip else 1.0
-            learner.optimizer.update(learning_rate=factor * self._peak_rate(learner.name), grad_scale=scale)
+            clipped = clip / norm if clip and norm > clip else 1.0
+            learner.update(learning_rate=factor * self._peak_rate(learner.name), grad_scale=clipped / scale)
         self._version += 1
+
+    def _follow_loss_scale(self, finite: bool, step: int) -> None:
+        """The gradient norm is the same on all ranks, and so is what follows from it."""
+        if self._loss_scale is None:
+            return
+        left, self._loss_scale = self._loss_scale, self._loss_scale.after(finite=finite)
+        if self._loss_scale.factor != left.factor:
+            self._emit("trainer.loss_scale", step=step, factor=self._loss_scale.factor, was=left.factor)
+
+    def _tell_float8(self) -> None:
+        """Which matrices are multiplied in 8 bits, and which are not although that was asked for."""
+        for learner in self._models.learners if self._config.matmul == "fp8" else ():
+            shapes = projection_shapes(learner.decoder)
+            wide = {name: f"{shape}: {MULTIPLE} does not divide both" for name, shape in shapes.items()}
+            wide = {name: reason for name, reason in wide.items() if name not in learner.float8}
+            gathered = sorted(name for name in learner.float8 if learner.gathers_in_float8(name))
+            told = {"learner": learner.name, "layers": sorted(learner.float8), "gathered": gathered}
+            self._emit("trainer.float8", **told, left_wide=wide, counted=bool(wide))
 
     def _follow_policy(self, step: int) -> None:
         """Renew the reference when that is due, wherever it is parked."""
@@ -342,15 +387,17 @@ class NativeTrainer:
             self._emit("trainer.reference_refreshed", step=step, version=self._version)
 
     def _moved(self) -> dict[str, float]:
-        """What offloading moved and waited for since the last step, on this rank; empty without it."""
+        """What offloading moved and waited for since the last step, on the rank that did most; empty without it."""
         taken = [learner.home.take_traffic() for learner in self._models.learners if learner.home.stream is not None]
         if not taken:
             return {}
-        return {
+        own = {
             "offload_in_bytes": float(sum(one.in_bytes for one in taken)),
             "offload_out_bytes": float(sum(one.out_bytes for one in taken)),
-            "offload_wait_s": sum(one.waited_s for one in taken),
+            "offload_wait_seconds": sum(one.waited_s for one in taken),
         }
+        shared = self._group.share(own)
+        return {name: max(one[name] for one in shared) for name in own}
 
     def _clear_gradients(self) -> None:
         for learner in self._models.learners:
@@ -361,7 +408,8 @@ class NativeTrainer:
         return self._config.learning_rate if learner == "actor" or critic_rate is None else critic_rate
 
     def _numbers(self, plan: EpochPlan, factor: float) -> dict[str, float]:
-        return {
+        scale = {} if self._loss_scale is None else {"loss_scale": self._loss_scale.factor}
+        return scale | {
             "learning_rate": factor * self._config.learning_rate,
             "tokens": float(plan.num_tokens),
             "target_tokens": float(plan.num_targets),
@@ -377,18 +425,23 @@ class NativeTrainer:
         with self._group.guard(f"evaluation of '{which}'"), self._meter.working():
             return self._evaluator.evaluate(batch, which)
 
-    def _whole_tensors(self, take: Take | None) -> dict[str, Tensor]:
-        """Everything that a snapshot holds, on rank 0."""
-        tensors: dict[str, Tensor] = {}
-        for learner in self._models.learners:
-            copies: dict[str, Tensor] = {}
-            for component, parts in learner.state_tensors().items():
-                copies |= self._tenancy.copies(component, parts, take)
-            tensors |= learner.whole_state(copies)
-        if self._reference is not None:
-            copies = self._tenancy.copies("reference", self._reference.state_tensors(), take)
-            tensors |= self._reference.whole_state(copies)
-        return tensors
+    def _holdings(self) -> list[Holding]:
+        """Everything that a snapshot holds, and this rank of it."""
+        found = [holding for learner in self._models.learners for holding in learner.holdings()]
+        return found + (self._reference.holdings() if self._reference is not None else [])
+
+    def _refuse_another(self, numbers: Mapping[str, Any]) -> None:
+        """SnapshotError if a snapshot is of another objective or model."""
+        if numbers["objective"] != self._objective.kind:
+            raise SnapshotError(
+                f"the snapshot is of objective '{numbers['objective']}', this run has '{self._objective.kind}'",
+                hint="resume with the config that the run was started with",
+            )
+        for key, mine in self._model.items():
+            if (its := numbers["model"].get(key)) != mine:
+                raise SnapshotError(
+                    f"the snapshot is of another model: its {key} is {its}, this run's is {mine}", hint=OTHER_MODEL
+                )
 
     def _close(self) -> None:
         for learner in self._models.learners:
@@ -396,3 +449,7 @@ class NativeTrainer:
         for name in self._tenancy.tiers():
             if name not in ("actor.params", "reward"):
                 self._tenancy.remove(name)
+
+
+def _host_copy(values_N: Tensor) -> Tensor:
+    return torch.empty(values_N.shape, dtype=values_N.dtype).copy_(values_N)

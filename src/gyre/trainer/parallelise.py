@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gyre.models.decoder import Decoder
 from gyre.parallel.mesh import Split
+from gyre.trainer.float8 import Float8Shard
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -52,7 +53,8 @@ def local_tensors(decoder: Decoder) -> dict[str, Tensor]:
 def local_part(parameter: Tensor) -> Tensor:
     """The plain tensor that a parameter is, or that this rank has of it; shares its storage."""
     found: Any = parameter.detach()
-    return found.to_local() if is_shard(found) else found
+    found = found.to_local() if is_shard(found) else found
+    return found.wide_OI if isinstance(found, Float8Shard) else found
 
 
 def sharded_parts(decoder: Decoder) -> list[Any]:

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gyre.core.records import Checkpointing, TrainSequence
+from gyre.core.records import Checkpointing, Projection, TrainSequence
 from gyre.kernels.attention import varlen_attention
 from gyre.kernels.logprobs import token_logprobs
-from gyre.models.decoder import Decoder
+from gyre.models.decoder import NOTHING, Decoder
 from gyre.models.heads import ScalarHead
 from gyre.parallel.group import Group
 from gyre.trainer.chunk import Chunk, target_mask
@@ -27,33 +27,52 @@ ChunkLogprobs = Callable[[Decoder, Chunk], tuple[Tensor, Tensor]]  # → (logpro
 
 
 def hidden_states(
-    decoder: Decoder, chunk: Chunk, rows_N: Tensor | None = None, checkpointing: Checkpointing = "none"
+    decoder: Decoder,
+    chunk: Chunk,
+    rows_N: Tensor | None = None,
+    checkpointing: Checkpointing = "none",
+    float8: frozenset[Projection] = NOTHING,
 ) -> Tensor:
-    """Run the decoder over a chunk; each sequence sees itself only. With `rows_N`, hidden states of those tokens."""
+    """Run the decoder over a chunk; each sequence sees itself only. With `rows_N`, hidden states of those tokens.
+    `checkpointing` and `float8` as in `Decoder.hidden`, here and below."""
 
     def attend(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         return varlen_attention(q_THD, k_TKD, v_TKD, chunk.layout, decoder.spec.window_of(layer))
 
     positions_T = chunk.layout.positions_T
-    return decoder.hidden(chunk.tokens_T, positions_T, attend, rows_N, checkpointing=checkpointing)
+    return decoder.hidden(chunk.tokens_T, positions_T, attend, rows_N, checkpointing=checkpointing, float8=float8)
 
 
-def chunk_logprobs(decoder: Decoder, chunk: Chunk, checkpointing: Checkpointing = "none") -> tuple[Tensor, Tensor]:
+def chunk_logprobs(
+    decoder: Decoder, chunk: Chunk, checkpointing: Checkpointing = "none", float8: frozenset[Projection] = NOTHING
+) -> tuple[Tensor, Tensor]:
     """Return (logprobs_N, entropy_N) of the chunk's targets."""
-    hidden_NE = hidden_states(decoder, chunk, chunk.rows_N, checkpointing)
+    hidden_NE = hidden_states(decoder, chunk, chunk.rows_N, checkpointing, float8)
     keep_logits = checkpointing == "none" and torch.is_grad_enabled()
     given = chunk.targets_N, chunk.temperature_N, chunk.support
     return token_logprobs(hidden_NE, decoder.head_weight, *given, keep_logits=keep_logits)
 
 
-def chunk_values(decoder: Decoder, head: ScalarHead, chunk: Chunk, checkpointing: Checkpointing = "none") -> Tensor:
+def chunk_values(
+    decoder: Decoder,
+    head: ScalarHead,
+    chunk: Chunk,
+    checkpointing: Checkpointing = "none",
+    float8: frozenset[Projection] = NOTHING,
+) -> Tensor:
     """Return values_N: what the critic expects before each target is chosen."""
-    return head(hidden_states(decoder, chunk, chunk.rows_N, checkpointing))
+    return head(hidden_states(decoder, chunk, chunk.rows_N, checkpointing, float8))
 
 
-def chunk_scores(decoder: Decoder, head: ScalarHead, chunk: Chunk, checkpointing: Checkpointing = "none") -> Tensor:
+def chunk_scores(
+    decoder: Decoder,
+    head: ScalarHead,
+    chunk: Chunk,
+    checkpointing: Checkpointing = "none",
+    float8: frozenset[Projection] = NOTHING,
+) -> Tensor:
     """Return scores_S: the reward model's verdict at each sequence's last token."""
-    return head(hidden_states(decoder, chunk, chunk.last_row_S, checkpointing))
+    return head(hidden_states(decoder, chunk, chunk.last_row_S, checkpointing, float8))
 
 
 def logprobs_of(
@@ -72,13 +91,18 @@ def logprobs_of(
 
 
 def values_of(
-    decoder: Decoder, head: ScalarHead, sequences: Sequence[TrainSequence], chunks: Sequence[Chunk], group: Group
+    decoder: Decoder,
+    head: ScalarHead,
+    sequences: Sequence[TrainSequence],
+    chunks: Sequence[Chunk],
+    group: Group,
+    float8: frozenset[Projection] = NOTHING,
 ) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
     """Forward only. Returns values before each target (0.0 elsewhere), and the value after each last token."""
     results, last_values = _blank(sequences), np.zeros(len(sequences), dtype=np.float32)
     with _reading(decoder):
         for chunk in chunks:
-            values_T = head(hidden_states(decoder, chunk))
+            values_T = head(hidden_states(decoder, chunk, float8=float8))
             _scatter(values_T[chunk.rows_N], chunk, sequences, results)
             if chunk.members:
                 last_values[list(chunk.members)] = values_T[chunk.last_row_S].cpu().numpy()
@@ -87,13 +111,18 @@ def values_of(
 
 
 def scores_of(
-    decoder: Decoder, head: ScalarHead, num_sequences: int, chunks: Sequence[Chunk], group: Group
+    decoder: Decoder,
+    head: ScalarHead,
+    num_sequences: int,
+    chunks: Sequence[Chunk],
+    group: Group,
+    float8: frozenset[Projection] = NOTHING,
 ) -> np.ndarray:
     """Forward only. Returns float32 [sequences], the score of each sequence in batch order."""
     scores = np.zeros(num_sequences, dtype=np.float32)
     with _reading(decoder):
         for chunk in chunks:
-            scores_S = chunk_scores(decoder, head, chunk)
+            scores_S = chunk_scores(decoder, head, chunk, float8=float8)
             if chunk.members:
                 scores[list(chunk.members)] = scores_S.cpu().numpy()
     return _joined((scores,), group)[0]

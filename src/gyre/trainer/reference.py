@@ -19,7 +19,7 @@ from gyre.parallel.mesh import Split
 from gyre.trainer.config import TrainerConfig
 from gyre.trainer.optim import AdamW
 from gyre.trainer.parallelise import local_tensors
-from gyre.trainer.resharding import check_whole, join, load
+from gyre.trainer.parts import Holding, PartSource, sharers
 from gyre.trainer.start import frozen_layout, start_frozen
 from gyre.vram.pools import StoragePool
 from gyre.weights.gather import gather_runs, local_runs
@@ -72,38 +72,32 @@ class Reference:
                 self._average[run.name].view(-1)[at].copy_(values_N)
             target_N.copy_(values_N)
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        """What a snapshot holds of this rank's."""
-        weights = {f"reference.{name}": own for name, own in local_tensors(self.decoder).items()}
-        return weights | {f"reference.average.{name}": tensor for name, tensor in self._average.items()}
-
-    def whole_state(self, copies: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Join the ranks' copies of `state_tensors`; on rank 0, {} on the others."""
-        mesh = self._split.mesh
-        if len(self._layout.ranks) == 1:
-            return dict(copies) if mesh.world.rank == 0 else {}
-        if mesh.replica.rank:
-            return {}
-        names = list(self._layout.shapes)
-        joined = join(self._layout, {name: copies[f"reference.{name}"] for name in names}, self._dtype, mesh.shard)
-        state = {f"reference.{name}": tensor for name, tensor in joined.items()}
+    def holdings(self) -> list[Holding]:
+        """What a snapshot holds of the reference, and this rank of that."""
+        contents = {"reference.": (self._dtype, local_tensors(self.decoder))}
         if self._average:
-            averages = {name: copies[f"reference.average.{name}"] for name in names}
-            joined = join(self._layout, averages, torch.float32, mesh.shard)
-            state |= {f"reference.average.{name}": tensor for name, tensor in joined.items()}
-        return state
+            contents["reference.average."] = (torch.float32, self._average)
+        return [
+            Holding(
+                component="reference",
+                prefix=prefix,
+                layout=self._layout,
+                rank=self._split.rank,
+                dtype=dtype,
+                tensors=tensors,
+                sharers=sharers(self._layout, self._split.mesh),
+            )
+            for prefix, (dtype, tensors) in contents.items()
+        ]
 
-    def restore(self, tensors: dict[str, Tensor]) -> None:
-        """Take this rank's part of a whole snapshot."""
-        shapes, places = self._layout.shapes, self._layout.ranks[self._split.rank]
-        check_whole({f"reference.{name}": shape for name, shape in shapes.items()}, tensors, self._dtype)
-        averages = {f"reference.average.{name}": shapes[name] for name in self._average}
-        check_whole(averages, tensors, torch.float32)
-        load(places, local_tensors(self.decoder), {name: tensors[f"reference.{name}"] for name in shapes})
-        load(places, self._average, {name: tensors[f"reference.average.{name}"] for name in self._average})
+    def restore(self, source: PartSource) -> None:
+        """Take this rank's part of a snapshot that was found to fit."""
+        for holding in self.holdings():
+            holding.load(source)
 
     def pool(self, folder: Path | None) -> StoragePool:
-        return frozen_pool("reference", self.state_tensors(), self.decoder.device, folder)
+        tensors = {name: own for holding in self.holdings() for name, own in holding.named().items()}
+        return frozen_pool("reference", tensors, self.decoder.device, folder)
 
 
 def frozen_pool(name: str, tensors: dict[str, Tensor], device: torch.device, folder: Path | None) -> StoragePool:

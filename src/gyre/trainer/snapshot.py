@@ -1,17 +1,16 @@
-"""Snapshot store: the resumable state of a run on disk. In: named tensors, a JSON-able state, named byte blobs.
-Out: the newest whole snapshot, or None. Callers: loop, through wire.
+"""Snapshot store: the resumable states of a run on disk. In: what the ranks wrote into a folder. Out: whole snapshots,
+or what is wrong with one. Callers: trainer.saver, wire.
 
-    <folder>/step-00000020/manifest.json      sizes and checksums of the files below
-                           tensors.safetensors, state.json, blobs/<name>
+    <folder>/step-00000020/manifest.json                  files, runs of tensors, sizes, checksums; written last
+                           rank-00000.safetensors, …      what each rank saved
+                           state.json, blobs/<name>       of the loop
 
-A snapshot is written aside, each file fsynced, renamed, and read back before older ones are pruned. So whatever
-happens while one is written, the one before it is whole.
+A snapshot is written aside and renamed when its manifest is on disk; older ones are pruned after that. So whatever
+happens while one is written, the one before it is whole. Only the first rank changes what lies in the folder.
 """
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import json
 import os
 import re
@@ -21,172 +20,191 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
+import torch
 from torch import Tensor
 
 from gyre.core.errors import SnapshotError
-from gyre.trainer.tensorfile import FileSum, write_bytes, write_tensors
+from gyre.trainer.manifest import BadManifest, SnapshotManifest, Stretch, from_text, to_text
+from gyre.trainer.parts import Kind
+from gyre.trainer.shardfile import Damage, find_fault, read_blocks
 
-FORMAT = 1
 NAME = re.compile(r"step-(\d{8,})")
-READ_BYTES = 8 << 20
+MANIFEST, STATE, BLOBS = "manifest.json", "state.json", "blobs"
+READ_AGAIN = "resume once more: every snapshot is looked through first, and the one before this is taken"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """What is wrong with a snapshot."""
+
+    file: str
+    tensor: str  # empty where it is none of a tensor's bytes
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.file}{f', {self.tensor}' if self.tensor else ''}: {self.reason}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """What `save` was given, back from disk."""
+    """One on disk: the loop's part read, the tensors ready to be read."""
 
     step: int  # loop step after which it was taken
-    tensors: Mapping[str, Tensor]  # on the CPU
+    tensors: SnapshotTensors
     state: Mapping[str, Any]
     blobs: Mapping[str, bytes]
     path: Path
 
 
 class SnapshotStore:
-    """The snapshots of one run. One writer at a time."""
+    """The snapshots of one stage of a run. One save at a time."""
 
     def __init__(self, folder: Path, *, keep: int, emit: Callable[..., None]) -> None:
         assert keep > 0
         self._folder, self._keep, self._emit = Path(folder), keep, emit
 
-    def save(
-        self,
-        step: int,
-        *,
-        tensors: Mapping[str, Tensor],
-        state: Mapping[str, Any],
-        blobs: Mapping[str, bytes],
-    ) -> Path:
-        """Write a snapshot and return its folder. On SnapshotError nothing of it is left and nothing else changed."""
-        path = self._folder / f"step-{step:08d}"
-        aside = self._folder / f"writing-{path.name}"
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._remove_leftovers()
-            _write_all(aside, step, tensors, state, blobs)
-            faults = find_faults(aside)
-            if faults:
-                raise SnapshotError(
-                    f"snapshot of step {step} read back from {self._folder} is not what was written: {faults[0]}",
-                    hint="the disk returns other bytes than it was given: check it, or point the run folder elsewhere",
-                )
-            self._put_in_place(aside, path)
-        except OSError as error:
-            raise _cannot_write(step, self._folder, error) from error
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
-        self._prune()
-        size_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-        self._emit("snapshot.saved", step=step, path=path.name, size_bytes=size_bytes)
-        return path
+    @property
+    def folder(self) -> Path:
+        return self._folder
 
-    def load_latest(self) -> Snapshot | None:
-        """Read the newest snapshot that is whole. Each one passed over is an event that says why."""
-        for path in reversed(self._paths()):
-            faults = find_faults(path)
-            if not faults:
-                return self.load(path)
-            self._emit("snapshot.skipped", path=path.name, reason="; ".join(faults))
-        return None
+    def begin(self, step: int, nonce: str) -> Path:
+        """Make the folder that a snapshot is written into, for as long as it is none. `nonce` keeps it apart from
+        that of an earlier attempt whose last threads are still about."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self.remove_leftovers()
+        aside = self._folder / f"writing-step-{step:08d}-{nonce}"
+        (aside / BLOBS).mkdir(parents=True)
+        return aside
 
-    def steps(self) -> tuple[int, ...]:
-        """Steps of the snapshots on disk, whole or not, ascending."""
-        return tuple(_step_of(path) for path in self._paths())
-
-    def load(self, path: Path) -> Snapshot:
-        """Read a snapshot that `load_latest` found whole."""
-        files = json.loads((path / "manifest.json").read_text(encoding="utf-8"))["files"]
-        blobs = {name.removeprefix("blobs/"): (path / name).read_bytes() for name in files if name.startswith("blobs/")}
-        return Snapshot(
-            step=_step_of(path),
-            tensors=safetensors.torch.load_file(path / "tensors.safetensors"),
-            state=json.loads((path / "state.json").read_text(encoding="utf-8")),
-            blobs=blobs,
-            path=path,
-        )
-
-    def _paths(self) -> list[Path]:
-        if not self._folder.is_dir():
-            return []
-        return sorted((p for p in self._folder.iterdir() if NAME.fullmatch(p.name)), key=_step_of)
-
-    def _put_in_place(self, aside: Path, path: Path) -> None:
-        """Give the finished folder its name. One of that name is there when a resumed run passes a torn snapshot."""
-        if path.exists():
+    def publish(self, aside: Path, manifest: SnapshotManifest) -> Path:
+        """Make a snapshot of what all ranks have written into `aside`; prune older ones."""
+        partial = aside / f"{MANIFEST}.partial"
+        with open(partial, "w", encoding="utf-8") as file:
+            file.write(to_text(manifest))
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(partial, aside / MANIFEST)
+        sync_folder(aside / BLOBS)
+        sync_folder(aside)
+        path = self._folder / f"step-{manifest.step:08d}"
+        if path.exists():  # a resumed run that has passed over a damaged one
             self._emit("snapshot.replaced", path=path.name)
             shutil.rmtree(path)
         os.rename(aside, path)
-        _sync_folder(self._folder)
+        sync_folder(self._folder)
+        self._prune()
+        size_bytes = sum(file.size_bytes for file in manifest.files.values())
+        ranks = sum(name.startswith("rank-") for name in manifest.files)
+        self._emit("snapshot.saved", step=manifest.step, path=path.name, size_bytes=size_bytes, ranks=ranks)
+        return path
 
-    def _remove_leftovers(self) -> None:
-        """Remove what a killed process was writing."""
+    def paths(self) -> list[Path]:
+        """Folders of the snapshots on disk, whole or not, oldest first."""
+        if not self._folder.is_dir():
+            return []
+        return sorted((p for p in self._folder.iterdir() if NAME.fullmatch(p.name)), key=step_of)
+
+    def steps(self) -> tuple[int, ...]:
+        return tuple(step_of(path) for path in self.paths())
+
+    def skip(self, path: Path, faults: list[Fault]) -> None:
+        """Say that a snapshot is passed over, and why."""
+        first = faults[0]
+        reason = "; ".join(str(fault) for fault in faults[:8])
+        self._emit("snapshot.skipped", path=path.name, file=first.file, tensor=first.tensor, reason=reason)
+
+    def load_latest(self) -> Snapshot | None:
+        """The newest snapshot that is whole, looked through by this process alone."""
+        for path in reversed(self.paths()):
+            faults = find_faults(path)
+            if not faults:
+                return load(path)
+            self.skip(path, faults)
+        return None
+
+    def remove_leftovers(self) -> None:
+        """Remove what a save that was broken off has left."""
         for path in sorted(self._folder.glob("writing-step-*")):
             self._emit("snapshot.leftover_removed", path=path.name)
             shutil.rmtree(path)
 
     def _prune(self) -> None:
-        for path in self._paths()[: -self._keep]:
+        for path in self.paths()[: -self._keep]:
             try:
                 shutil.rmtree(path)
             except OSError as error:
                 self._emit("snapshot.prune_failed", path=path.name, reason=str(error))
 
 
-def find_faults(path: Path) -> list[str]:
-    """Compare a snapshot's files with its manifest. An empty list means that it is whole."""
+class SnapshotTensors:
+    """The tensors of a snapshot, a PartSource: only what is asked for is read, and all that is read is checked."""
+
+    def __init__(self, path: Path, manifest: SnapshotManifest) -> None:
+        self._path, self._manifest = path, manifest
+
+    def kinds(self) -> dict[str, Kind]:
+        return {name: tensor.kind for name, tensor in self._manifest.tensors.items()}
+
+    def read(self, name: str, start: int, out_N: Tensor) -> None:
+        saved, stop = self._manifest.tensors[name], start + out_N.numel()
+        item = saved.kind.dtype.itemsize
+        for run in saved.runs:
+            first, last = max(start, run.start), min(stop, run.stop)
+            if first >= last:
+                continue
+            low, high = (first - run.start) * item, (last - run.start) * item  # bytes of the extent
+            try:
+                for at, block in read_blocks(self._path / run.file, run.extent, low, high):
+                    cut = block[max(low - at, 0) : high - at]
+                    values_N = torch.frombuffer(cut, dtype=saved.kind.dtype)
+                    into = run.start + max(low, at) // item - start
+                    out_N[into : into + len(values_N)].copy_(values_N)
+            except Damage as damage:
+                raise SnapshotError(f"snapshot {self._path}: {run.file}, {name}: {damage}", hint=READ_AGAIN) from damage
+
+
+def load(path: Path) -> Snapshot:
+    """Open a snapshot that was found whole. SnapshotError if it no longer is."""
     try:
-        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-        written_format = manifest["format"]
-        files = {name: FileSum(**entry) for name, entry in manifest["files"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return [f"manifest.json cannot be read: {error!r}"]
-    if written_format != FORMAT:
-        return [f"format {written_format}, this version reads {FORMAT}"]
+        manifest = _read_manifest(path)
+        blobs = {name.removeprefix(f"{BLOBS}/"): name for name in manifest.files if name.startswith(f"{BLOBS}/")}
+        return Snapshot(
+            step=step_of(path),
+            tensors=SnapshotTensors(path, manifest),
+            state=json.loads(_read_file(path, STATE, manifest)),
+            blobs={key: _read_file(path, name, manifest) for key, name in blobs.items()},
+            path=path,
+        )
+    except (BadManifest, Damage) as fault:
+        raise SnapshotError(f"snapshot {path}: {fault}", hint=READ_AGAIN) from fault
+
+
+def find_faults(path: Path, *, share: int = 0, num_shares: int = 1) -> list[Fault]:
+    """Compare a snapshot's files with its manifest; an empty list means that it is whole. All shares together look at
+    every byte."""
+    try:
+        manifest = _read_manifest(path)
+    except BadManifest as fault:
+        return [Fault(file=MANIFEST, tensor="", reason=str(fault))]
     faults = []
-    for name, written in files.items():
-        try:
-            got = _sum_file(path / name)
-        except OSError as error:
-            faults.append(f"{name} cannot be read: {error.strerror}")
-            continue
-        if got.size_bytes != written.size_bytes:
-            faults.append(f"{name} has {got.size_bytes} bytes, its manifest says {written.size_bytes}")
-        elif got.blake2b != written.blake2b:
-            faults.append(f"{name} does not match its checksum")
+    for name, file in manifest.files.items():
+        size_bytes = (path / name).stat().st_size if (path / name).is_file() else -1
+        if size_bytes != file.size_bytes:
+            got = "is not there" if size_bytes < 0 else f"has {size_bytes} bytes, its manifest says {file.size_bytes}"
+            faults.append(Fault(file=name, tensor="", reason=got))
+    if faults:
+        return faults
+    for stretch in _deal(manifest, share, num_shares):
+        if (reason := find_fault(path / stretch.file, stretch.extent)) is not None:
+            faults.append(Fault(file=stretch.file, tensor=stretch.tensor, reason=reason))
     return faults
 
 
-def _write_all(
-    aside: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], blobs: Mapping[str, bytes]
-) -> None:
-    (aside / "blobs").mkdir(parents=True)
-    files = {"tensors.safetensors": write_tensors(aside / "tensors.safetensors", tensors)}
-    files["state.json"] = write_bytes(aside / "state.json", json.dumps(state, allow_nan=True).encode())
-    for name, blob in blobs.items():
-        assert "/" not in name and name not in (".", ".."), name
-        files[f"blobs/{name}"] = write_bytes(aside / "blobs" / name, blob)
-    entries = {name: {"size_bytes": file.size_bytes, "blake2b": file.blake2b} for name, file in files.items()}
-    manifest = {"format": FORMAT, "step": step, "files": entries}
-    write_bytes(aside / "manifest.json", json.dumps(manifest, indent=1).encode())
-    _sync_folder(aside / "blobs")
-    _sync_folder(aside)
-
-
-def _sum_file(path: Path) -> FileSum:
-    digest, size = hashlib.blake2b(digest_size=16), 0
-    with open(path, "rb", buffering=0) as file:
-        while block := file.read(READ_BYTES):
-            digest.update(block)
-            size += len(block)
-    return FileSum(size_bytes=size, blake2b=digest.hexdigest())
-
-
-def _step_of(path: Path) -> int:
+def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
@@ -194,11 +212,28 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _cannot_write(step: int, folder: Path, error: OSError) -> SnapshotError:
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    return SnapshotError(
-        f"snapshot of step {step} could not be written to {folder}: {error.strerror or error}",
-        hint="free space there and resume from the snapshot before it; snapshot.keep = 1 needs the least space"
-        if full
-        else "check that the folder can be written, then resume from the snapshot before it",
-    )
+def _deal(manifest: SnapshotManifest, share: int, num_shares: int) -> list[Stretch]:
+    """The stretches of one share; shares are about equal in bytes."""
+    stretches = list(manifest.stretches())
+    total, at, mine = sum(stretch.extent.size_bytes for stretch in stretches), 0, []
+    for stretch in stretches:
+        if min(num_shares - 1, at * num_shares // max(1, total)) == share:
+            mine.append(stretch)
+        at += stretch.extent.size_bytes
+    return mine
+
+
+def _read_manifest(path: Path) -> SnapshotManifest:
+    try:
+        return from_text((path / MANIFEST).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadManifest(f"cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise BadManifest(f"cannot be read: {error}") from error
+
+
+def _read_file(path: Path, name: str, manifest: SnapshotManifest) -> bytes:
+    if name not in manifest.files:
+        raise Damage(f"{name} is not there")
+    extent = manifest.files[name].head
+    return b"".join(bytes(block) for _, block in read_blocks(path / name, extent, 0, extent.size_bytes))

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import torch
 
+from gyre.core.records import Projection
 from gyre.kernels.rope import rope_frequencies
-from gyre.models.decoder import Decoder
+from gyre.models.decoder import NOTHING, Decoder
 from gyre.parallel.mesh import Split
 from gyre.trainer.parallelise import local_tensors
 from gyre.weights.pieces import TensorSource, fill, whole_places
@@ -28,12 +29,13 @@ def blank_copy(decoder: Decoder) -> Decoder:
     return Decoder(decoder.spec, device=torch.device("meta"), dtype=decoder.dtype)
 
 
-def cut_weights(decoder: Decoder, split: Split, *, trains: bool) -> None:
-    """Cut the weights over the shard group, and give a blank decoder the storage of its shards."""
+def cut_weights(decoder: Decoder, split: Split, *, trains: bool, float8: frozenset[Projection] = NOTHING) -> None:
+    """Cut the weights over the shard group, and give a blank decoder the storage of its shards. `float8` names the
+    projections that are gathered in 8 bits."""
     from gyre.trainer.fsdp import shard_decoder  # here, since FSDP2 is heavy and one process has no use for it
 
     blank = is_blank(decoder)
-    shard_decoder(decoder, split, trains=trains)
+    shard_decoder(decoder, split, trains=trains, float8=float8)
     if blank:
         make_storage(decoder, split.mesh.world.device)
 

@@ -62,18 +62,16 @@ class Totals:
         """Count an update that was left out because a gradient was not finite."""
         self._skipped += 1
 
-    def finish(self, group: Group, moved: Mapping[str, float]) -> dict[str, float]:
-        """Metrics over all ranks, the same on each. `moved`: what offloading cost this rank; the most of any counts."""
+    def finish(self, group: Group) -> dict[str, float]:
+        """Metrics over all ranks, the same on each."""
         gap = largest(float(gap) for gap in self._gaps)
         sums = self._sums
         if group.size > 1:
-            own = {name: pair.tolist() for name, pair in sums.items()}
-            shared = group.share({"gap": gap, "sums": own, "moved": dict(moved)})
+            shared = group.share({"gap": gap, "sums": {name: pair.tolist() for name, pair in sums.items()}})
             gap, sums = largest(one["gap"] for one in shared if one["gap"] is not None), {}
-            moved = {name: max(one["moved"][name] for one in shared) for name in moved}
             for one in shared:
                 sums = add_sums(sums, {name: torch.tensor(p, dtype=torch.float64) for name, p in one["sums"].items()})
-        metrics = finish_sums(sums) | {"skipped_updates": float(self._skipped), **moved}
+        metrics = finish_sums(sums) | {"skipped_updates": float(self._skipped)}
         if gap is not None:
             metrics["logprob_gap_max"] = gap
         for learner in self._norms[0] if self._norms else ():
@@ -82,8 +80,11 @@ class Totals:
         return metrics
 
 
-def collect_gradients(models: Models, objective: AnyObjective, chunks: Sequence[Chunk], denominator: float) -> Found:
-    """Run forward and backward over the chunks of one update; gradients add up in the learners' buffers."""
+def collect_gradients(
+    models: Models, objective: AnyObjective, chunks: Sequence[Chunk], denominator: float, *, loss_scale: float = 1.0
+) -> Found:
+    """Run forward and backward over the chunks of one update; gradients × loss_scale add up in the learners'
+    buffers."""
     assert denominator > 0.0
     found = Found()
     actor, critic = models.actor, models.critic
@@ -96,16 +97,17 @@ def collect_gradients(models: Models, objective: AnyObjective, chunks: Sequence[
         inputs = _inputs(chunk)
         if trains_scores(objective):
             assert actor.head is not None
-            inputs = replace(inputs, scores_S=chunk_scores(actor.decoder, actor.head, chunk, actor.checkpointing))
+            how = actor.checkpointing, actor.float8
+            inputs = replace(inputs, scores_S=chunk_scores(actor.decoder, actor.head, chunk, *how))
         else:
             logprobs_N, entropy_N = models.logprobs(actor.decoder, chunk)
             inputs = replace(inputs, logprobs_N=logprobs_N, entropy_N=entropy_N)
             _note_gap(inputs, logprobs_N.detach(), found)
-        _backward(objective, inputs, denominator, found)
+        _backward(objective, inputs, denominator / loss_scale, found)
         if critic is not None:
             assert critic.head is not None
-            values_N = chunk_values(critic.decoder, critic.head, chunk, critic.checkpointing)
-            _backward(objective, replace(_inputs(chunk), values_N=values_N), denominator, found)
+            values_N = chunk_values(critic.decoder, critic.head, chunk, critic.checkpointing, critic.float8)
+            _backward(objective, replace(_inputs(chunk), values_N=values_N), denominator / loss_scale, found)
     return found
 
 
@@ -115,9 +117,10 @@ def _keep_in_step(models: Models, objective: AnyObjective, chunk: Chunk) -> None
         if not is_sharded(learner.decoder):
             continue
         if learner.head is None:
-            outputs = chunk_logprobs(learner.decoder, chunk)[0]
+            outputs = chunk_logprobs(learner.decoder, chunk, float8=learner.float8)[0]
         else:
-            outputs = (chunk_scores if trains_scores(objective) else chunk_values)(learner.decoder, learner.head, chunk)
+            compute = chunk_scores if trains_scores(objective) else chunk_values
+            outputs = compute(learner.decoder, learner.head, chunk, float8=learner.float8)
         (outputs.sum() * 0.0).backward()
 
 

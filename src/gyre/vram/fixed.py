@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from gyre.core.errors import InputError
@@ -35,18 +34,9 @@ class FixedPool:
         held = {self.tier: self._held_bytes()}
         return Usage(device_bytes=0, host_bytes=held.get("host", 0), disk_bytes=held.get("disk", 0))
 
-    def copies(
-        self, tensors: Mapping[str, Tensor], take: Callable[[str, int], Tensor] | None = None
-    ) -> dict[str, Tensor]:
-        """CPU copies of tensors that lie in it, one after the other. `take` gives the host memory for them."""
-        found = {}
-        for key, tensor in tensors.items():
-            size_bytes = tensor.numel() * tensor.element_size()
-            room = (
-                torch.empty(size_bytes, dtype=torch.uint8) if take is None else take(f"{self.name}/{key}", size_bytes)
-            )
-            found[key] = room.view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        return found
+    def readable(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors that lie in it, as `StoragePool.readable`: they are where they always are."""
+        return dict(tensors)
 
     def move(self, tier: Tier) -> None:
         if tier != self.tier:

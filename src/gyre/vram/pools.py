@@ -25,8 +25,6 @@ from gyre.vram.hostbuffer import HostBuffer
 from gyre.vram.slabs import adopt
 from gyre.vram.virtual import Driver, VirtualMemory, VirtualUsage, is_present
 
-Take = Callable[[str, int], Tensor]  # (name, bytes) → host memory of that size, uint8
-
 ALL_TIERS: tuple[Tier, ...] = ("device", "host", "disk", "none")
 
 
@@ -100,21 +98,18 @@ class StoragePool:
         if left == "none" and self._refill is not None:
             self._refill()
 
-    def copies(self, tensors: Mapping[str, Tensor], take: Take | None = None) -> dict[str, Tensor]:
-        """CPU copies of tensors that lie in the component's storages, read where the bytes are, without a move. `take`
-        gives the host memory for them, which is fresh otherwise."""
+    def readable(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors that lie in the component's storages, where their bytes are now, without a move: the tensors
+        themselves on the device, tensors over the pages on the host, tensors over the mapped file on disk. Valid until
+        the component moves or changes."""
         assert self.tier != "none", f"{self.name} has no contents"
-        take = take or (lambda name, size_bytes: torch.empty(size_bytes, dtype=torch.uint8))
-        segments = [take(f"{self.name}/{index}", size) for index, size in enumerate(self._sizes)]
+        if self.tier == "device":
+            return {name: tensor.detach() for name, tensor in tensors.items()}
         if self.tier == "disk":
             assert self._file is not None
-            self._file.read(segments)
+            segments = self._file.map()
         else:
-            there = self._device_segments() if self.tier == "device" else self._host_segments()
-            for segment, source in zip(segments, there, strict=True):
-                segment.copy_(source, non_blocking=segment.is_pinned())
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+            segments = self._host_segments()
         place = {storage._cdata: index for index, storage in enumerate(self._storages)}
         return {name: _lay_out(t, segments[place[t.untyped_storage()._cdata]]) for name, t in tensors.items()}
 
@@ -255,8 +250,11 @@ class StoragePool:
 
 def _lay_out(like: Tensor, segment: Tensor) -> Tensor:
     """A tensor over the segment's bytes, shaped as `like` is over its own storage."""
+    if segment.storage_offset() % like.element_size():
+        segment = segment.clone()  # pages hold one segment after the other, of any sizes
+    offset = int(segment.storage_offset()) // like.element_size() + int(like.storage_offset())
     bare = torch.empty(0, dtype=like.dtype)
-    return bare.set_(segment.untyped_storage(), like.storage_offset(), like.size(), like.stride())  # pyright: ignore
+    return bare.set_(segment.untyped_storage(), offset, like.size(), like.stride())  # pyright: ignore
 
 
 def _group_by_storage(name: str, tensors: Mapping[str, Tensor], device: torch.device) -> list[list[Tensor]]:
@@ -286,9 +284,9 @@ class PoolTenant:
         """Forget a component and its bytes."""
         self._pools.pop(name).close()
 
-    def copies(self, name: str, tensors: Mapping[str, Tensor], take: Take | None = None) -> dict[str, Tensor]:
-        """See StoragePool.copies."""
-        return self._pools[name].copies(tensors, take)
+    def readable(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """See StoragePool.readable."""
+        return self._pools[name].readable(tensors)
 
     def components(self) -> Sequence[Component]:
         return [pool.component() for pool in self._pools.values()]

@@ -22,7 +22,7 @@ from gyre.planner.features import built_features
 from gyre.planner.gpus import Gpu, find_gpu
 from gyre.planner.memory import ITEM_BYTES, engine_buffer_bytes, engine_bytes
 from gyre.planner.moments import MIB, Engine, Job
-from gyre.planner.plan import Dtype, PlanInputs, Saving
+from gyre.planner.plan import Dtype, PlanInputs, Saving, best_dtype
 from gyre.planner.search import Choice, choose
 from gyre.planner.shapes import SHAPES, find_shape, model_numbers
 from gyre.planner.sizes import check_lengths, longest_sequence
@@ -109,6 +109,7 @@ def plan_stages_for(
     for stage, data in stages:
         inputs = read_inputs(config, stage, model_numbers(spec), data, dtype=dtype)
         check_lengths(inputs)
+        check_matmul(inputs, cluster.gpu)
         fixed = fixed_by(config, request)
         found[stage.name] = choose(make_job(inputs, dtype, cluster), cluster, fixed), settings
     return _answer(found, spec)
@@ -162,21 +163,33 @@ def make_job(inputs: PlanInputs, dtype: Dtype, cluster: Cluster) -> Job:
         most_tokens_per_update=per_update * longest,
         updates_per_step=-(-sequences // per_update) * inputs.epochs_per_batch,
         target_share=generated / mean if generated else 1.0,
+        matmul=inputs.matmul,
         critic=inputs.critic,
         reference=inputs.reference,
         reward_model=inputs.reward_model,
         engine=engine,
+        snapshot_background=inputs.snapshot_background,
+        reference_average=inputs.reference_average,
         offload_cut_bytes=inputs.offload_cut_bytes,
     )
 
 
+def check_matmul(inputs: PlanInputs, gpu: Gpu) -> None:
+    """Refuse 8-bit products on GPUs that have none."""
+    if inputs.matmul == "fp8" and not gpu.fp8_flops:
+        raise ConfigError(
+            f"trainer.matmul = 'fp8': {gpu.name} does not multiply 8-bit floats",
+            hint="take GPUs of compute capability 8.9 or more, or leave trainer.matmul out",
+        )
+
+
 def _dtype(asked: Dtype | None, gpu: Gpu) -> Dtype:
-    return asked or ("bfloat16" if gpu.bf16 else "float32")
+    return asked or best_dtype("cuda", bf16=gpu.bf16)
 
 
 def _saving(dtype: Dtype) -> Saving:
     """The GPUs are not here, and neither is their torch, which brings Triton along. Its kernels take no float32."""
-    return "triton" if dtype == "bfloat16" else "torch_cuda"
+    return "torch_cuda" if dtype == "float32" else "triton"
 
 
 def _settings(

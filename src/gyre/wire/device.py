@@ -148,11 +148,17 @@ class Device:
             return policy
         decoder = Decoder(policy.spec, device=self._machine.device, dtype=self._machine.dtype)
         with self._group.guard("end of the stage"):
-            self.trainer.move(["actor.params"], "device")  # the last phase may have parked it
-            _, source = self.trainer.register()
-            assert isinstance(source, ShardSource)
-            source.gather_into({name: parameter.detach() for name, parameter in decoder.named_parameters()})
+            home = {name: parameter.detach() for name, parameter in decoder.named_parameters()}
+            self.trained_shards().gather_into(home)
         return replace(policy, decoder=decoder)
+
+    def trained_shards(self) -> ShardSource:
+        """Where the trained weights lie in shards: this rank's, which outlive `close`."""
+        assert self.trainer is not None and self.cuts_weights
+        self.trainer.move(["actor.params"], "device")  # the last phase may have parked it
+        _, source = self.trainer.register()
+        assert isinstance(source, ShardSource)
+        return source
 
     def _disk_folder(self) -> Path | None:
         """Inside the run's folder, or for a folder elsewhere a part of it that no other run touches. Ranks do not

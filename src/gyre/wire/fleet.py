@@ -29,6 +29,7 @@ from gyre.parallel.start import child_environment, hold_store
 from gyre.planner.plan import Plan
 from gyre.runconfig import RunConfig
 from gyre.text.tokenizer import Tokenizer
+from gyre.trainer.snapshot import Fault, Snapshot
 from gyre.wire.make import Emit, Facts, Machine, make_facts
 from gyre.wire.placement import Placed
 from gyre.wire.rank import RankOrder
@@ -118,7 +119,11 @@ class Spread:
         self._emit("cluster.started", workers={handle.name: handle.place for handle in self._handles})
         return facts
 
-    async def begin(self, stage: Stage, plan: Plan, *, version: int, found: Mapping[str, Any] | None) -> Placed:
+    async def look_through(self, path: Path) -> list[Fault]:
+        asked = [ask(h, "look_through", str(path.absolute()), deadline_s=self._patience_s) for h in self._handles]
+        return [fault for faults in await _all_or_first_error(asked) for fault in faults]
+
+    async def begin(self, stage: Stage, plan: Plan, *, version: int, found: Snapshot | None) -> Placed:
         self._stage = (stage, plan)
         group = self._group = TrainerGroup(
             self._fleet.cluster,
@@ -127,7 +132,7 @@ class Spread:
             call_deadline_s=self._settings.call_deadline_s,
             hang_s=self._settings.hang_s,
         )
-        snapshot = "" if found is None else str(found["path"])
+        snapshot = "" if found is None else str(found.path.absolute())
         begun = (stage.name, plan.to_json(), version, snapshot)
         versions = await group.run(f"start of stage {stage.name}", "begin", *begun, patience_s=self._patience_s)
         group.version = versions[0]
@@ -149,7 +154,7 @@ class Spread:
             version=lambda: group.version,
         )
 
-    async def end(self, *, failed: bool) -> None:
+    async def end(self, *, failed: bool, last: bool) -> None:
         """After a failure nothing is asked of the workers any more: `close` ends them."""
         alone = self._engines_alone()
         pool, self._pool = self._pool, None
@@ -157,13 +162,14 @@ class Spread:
             await pool.close()
         if failed or self._group is None:
             return
-        await self._group.run("end of the stage", "end", patience_s=self._patience_s)
+        await self._group.run("end of the stage", "end", last, patience_s=self._patience_s)
         for handle in alone:
             await self._fleet.cluster.stop(handle)
 
     async def export(self, folder: Path, tokenizer_files: Path) -> None:
         where = (str(folder.absolute()), str(tokenizer_files.absolute()))
-        await ask(self._handles[0], "export", *where, deadline_s=self._patience_s)
+        assert self._group is not None
+        await self._group.run("export", "export", *where, patience_s=self._patience_s)
 
     async def close(self) -> None:
         """End the workers of this attempt."""
@@ -249,7 +255,7 @@ class Spread:
 
 
 class SpreadSnapshots:
-    """SnapshotPort: every rank gives its part, the first one writes, to a disk that all nodes see."""
+    """SnapshotPort: every rank writes its part, to a disk that all nodes see."""
 
     def __init__(self, group: TrainerGroup, *, patience_s: float) -> None:
         self._group, self._patience_s = group, patience_s

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -36,7 +37,7 @@ from gyre.models.spec import ModelSpec, spec_from_hub_config, spec_from_shape
 from gyre.observe.events import EventLog
 from gyre.observe.hardware import describe_hardware
 from gyre.observe.sinks import TensorBoardSink, WandbSink
-from gyre.planner.plan import Dtype
+from gyre.planner.plan import DeviceKind, Dtype, best_dtype
 from gyre.rewards.contract import check_rewards
 from gyre.rewards.score import RuleScorer
 from gyre.runconfig import INVARIANT_HINT, INVARIANT_REFUSAL, RunConfig
@@ -44,6 +45,9 @@ from gyre.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from gyre.wire.stages import Stage, trains_invariant
 
 Emit = Callable[..., None]
+DTYPES: Mapping[Dtype, torch.dtype] = MappingProxyType(
+    {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,11 +79,12 @@ class Policy:
 
 def make_machine(config: RunConfig) -> Machine:
     """Resolve device, dtype and threads."""
-    name = config.run.device if config.run.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    best: DeviceKind = "cuda" if torch.cuda.is_available() else "cpu"
+    name = best if config.run.device == "auto" else config.run.device
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("run.device = 'cuda': torch sees no CUDA device here", hint="`gyre doctor` says why")
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    dtype = dtypes.get(config.run.dtype) or (torch.bfloat16 if has_fast_bf16(name) else torch.float32)
+    asked = config.run.dtype
+    dtype = DTYPES[best_dtype(name, bf16=has_fast_bf16(name)) if asked == "auto" else asked]
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     if name == "cpu":
@@ -88,7 +93,7 @@ def make_machine(config: RunConfig) -> Machine:
 
 
 def dtype_name(machine: Machine) -> Dtype:
-    return "bfloat16" if machine.dtype == torch.bfloat16 else "float32"
+    return next(name for name, dtype in DTYPES.items() if dtype == machine.dtype)
 
 
 def has_fast_bf16(device: str) -> bool:

@@ -13,15 +13,19 @@ from typing import Any, Protocol
 
 from gyre.core.contracts import EngineLifecycle, PolicyTrainer, RolloutEngine
 from gyre.loop.ports import PhaseGate, SnapshotPort
-from gyre.models.export import export_hub
+from gyre.models.export import export_hub, export_runs
 from gyre.models.heads import ScalarHead
 from gyre.models.load import verify_export
+from gyre.models.spec import ModelSpec
+from gyre.models.verify import verify_runs
+from gyre.parallel.group import Group, alone
 from gyre.planner.plan import Plan
 from gyre.runconfig import RunConfig
 from gyre.text.tokenizer import Tokenizer
-from gyre.trainer.background import BackgroundSnapshots
 from gyre.trainer.native import NativeTrainer
-from gyre.trainer.snapshot import SnapshotStore
+from gyre.trainer.saver import Saver
+from gyre.trainer.snapshot import Fault, Snapshot, SnapshotStore, find_faults
+from gyre.weights.gather import ShardSource
 from gyre.wire.device import Device
 from gyre.wire.make import Emit, Facts, Machine, Policy, make_policy
 from gyre.wire.stages import Stage
@@ -51,12 +55,16 @@ class Placement(Protocol):
         """Make the model, without its weights; say what it is."""
         ...
 
-    async def begin(self, stage: Stage, plan: Plan, *, version: int, found: Mapping[str, Any] | None) -> Placed:
-        """Make a stage's objects; the trainer continues from `found`, a snapshot, if there is one."""
+    async def look_through(self, path: Path) -> list[Fault]:
+        """What is wrong with a snapshot; every byte is looked at, by all ranks together."""
         ...
 
-    async def end(self, *, failed: bool) -> None:
-        """Close them, and keep the trained model."""
+    async def begin(self, stage: Stage, plan: Plan, *, version: int, found: Snapshot | None) -> Placed:
+        """Make a stage's objects; the trainer continues from `found` if there is one."""
+        ...
+
+    async def end(self, *, failed: bool, last: bool) -> None:
+        """Close them, and keep the trained model; after the last stage only to export it."""
         ...
 
     async def export(self, folder: Path, tokenizer_files: Path) -> None:
@@ -84,12 +92,15 @@ class Inline:
         self._policy = make_policy(self._config, tokenizer, self._machine)
         return self._policy
 
-    async def begin(self, stage: Stage, plan: Plan, *, version: int, found: Mapping[str, Any] | None) -> Placed:
+    async def look_through(self, path: Path) -> list[Fault]:
+        return await asyncio.get_running_loop().run_in_executor(self._machine.compute, find_faults, path)
+
+    async def begin(self, stage: Stage, plan: Plan, *, version: int, found: Snapshot | None) -> Placed:
         assert self._policy is not None
         device = self._device = Device(self._config, plan, self._folder, self._machine, self._emit)
         trainer = device.make_trainer(stage, self._policy, version, resumed=found is not None)
         if found is not None:
-            trainer.restore(found)
+            trainer.restore({"tensors": found.tensors, "state": found.state["trainer"]})
         engine = await device.make_engine(self._policy) if plan.kv_pages > 0 else None
         device.manage()
         self._snapshots = make_snapshots(self._config, self._folder, stage.name, trainer, self._machine, self._emit)
@@ -102,7 +113,7 @@ class Inline:
             version=lambda: trainer.version,
         )
 
-    async def end(self, *, failed: bool) -> None:
+    async def end(self, *, failed: bool, last: bool) -> None:
         device, self._device = self._device, None
         if device is None:
             return
@@ -125,14 +136,25 @@ def stage_store(config: RunConfig, folder: Path, stage: str, emit: Emit) -> Snap
 
 
 def make_snapshots(
-    config: RunConfig, folder: Path, stage: str, trainer: NativeTrainer, machine: Machine, emit: Emit
+    config: RunConfig,
+    folder: Path,
+    stage: str,
+    trainer: NativeTrainer,
+    machine: Machine,
+    emit: Emit,
+    *,
+    group: Group | None = None,
 ) -> Snapshots:
-    """What writes a stage's snapshots, on the process that writes them."""
-    store, background = stage_store(config, folder, stage, emit), None
-    if config.snapshot.background:
-        pinned = machine.device.type == "cuda"
-        background = BackgroundSnapshots(store, pinned=pinned, deadline_s=config.snapshot.deadline_s, emit=emit)
-    return Snapshots(store, trainer, machine.compute, background)
+    """What writes a stage's snapshots. Every rank has one."""
+    saver = Saver(
+        stage_store(config, folder, stage, emit),
+        group or alone(machine.device),
+        background=config.snapshot.background,
+        pinned=machine.device.type == "cuda",
+        deadline_s=config.snapshot.deadline_s,
+        emit=emit,
+    )
+    return Snapshots(saver, trainer, machine.compute)
 
 
 def export_policy(
@@ -142,29 +164,44 @@ def export_policy(
     verify_export(folder, policy.decoder)
 
 
-class Snapshots:
-    """SnapshotPort: the trainer's tensors and the loop's state in one folder."""
+def export_shards(
+    spec: ModelSpec,
+    head: ScalarHead | None,
+    source: ShardSource,
+    group: Group,
+    folder: Path,
+    machine: Machine,
+    tokenizer_files: Path,
+) -> None:
+    """As `export_policy`, of weights that lie in shards. All ranks call it; the first one writes, bucket by bucket."""
+    with group.guard("export"):
+        if group.rank:
+            for _ in range(2):  # once to write, once to compare
+                for _ in source.gather_buckets():
+                    pass
+            return
+        export_runs(
+            spec,
+            source.gather_buckets,
+            folder,
+            dtype=machine.dtype,
+            tokenizer_files=tokenizer_files,
+            scalar_head=head,
+        )
+        verify_runs(folder, spec, source.gather_buckets())
 
-    def __init__(
-        self,
-        store: SnapshotStore,
-        trainer: NativeTrainer,
-        compute: ThreadPoolExecutor,
-        background: BackgroundSnapshots | None,
-    ) -> None:
-        """With `background`, `save` returns when the state is staged, and `finish` when the last one is on disk."""
-        self._store, self._trainer, self._compute, self._background = store, trainer, compute, background
+
+class Snapshots:
+    """SnapshotPort: the trainer's parts and the loop's state in one folder."""
+
+    def __init__(self, saver: Saver, trainer: NativeTrainer, compute: ThreadPoolExecutor) -> None:
+        self._saver, self._trainer, self._compute = saver, trainer, compute
 
     async def save(self, *, step: int, state: Mapping[str, Any], blobs: Mapping[str, bytes]) -> None:
         await asyncio.get_running_loop().run_in_executor(self._compute, self._save, step, state, blobs)
 
     async def finish(self) -> None:
-        if self._background is not None:
-            await asyncio.get_running_loop().run_in_executor(self._compute, self._background.finish)
+        await asyncio.get_running_loop().run_in_executor(self._compute, self._saver.finish)
 
     def _save(self, step: int, state: Mapping[str, Any], blobs: Mapping[str, bytes]) -> None:
-        if self._background is not None:
-            self._background.save(step, stage=self._trainer.snapshot, state=state, blobs=blobs)
-            return
-        own = self._trainer.snapshot()
-        self._store.save(step, tensors=own["tensors"], state={"loop": state, "trainer": own["state"]}, blobs=blobs)
+        self._saver.save(step, parts=self._trainer.live_snapshot, state=state, blobs=blobs)

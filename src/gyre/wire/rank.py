@@ -24,9 +24,11 @@ from gyre.parallel.start import Seat, join
 from gyre.planner.plan import Plan
 from gyre.runconfig import RunConfig
 from gyre.text.tokenizer import load_tokenizer
+from gyre.trainer.snapshot import Fault, find_faults, load
+from gyre.weights.gather import ShardSource
 from gyre.wire.device import Device
 from gyre.wire.make import Machine, Policy, make_machine, make_policy
-from gyre.wire.placement import Snapshots, export_policy, make_snapshots, stage_store
+from gyre.wire.placement import Snapshots, export_policy, export_shards, make_snapshots
 from gyre.wire.stages import plan_stages
 
 Result = TypeVar("Result")
@@ -79,16 +81,16 @@ class RankWorker:
         self._context, self._order, self._machine = context, order, machine
         self._config, self._policy, self._group = order.config, policy, group
         self._device: Device | None = None
-        self._stage = ""
         self._head: ScalarHead | None = None
-        self._snapshots: Snapshots | None = None  # of the rank that writes
+        self._snapshots: Snapshots | None = None
+        self._shards: ShardSource | None = None  # of the trained model, where no rank has it whole
         self.trainer: TrainerSeat | None = None
         self.engine: EngineSeat | None = None
 
     async def begin(self, stage_name: str, plan_json: str, version: int, snapshot: str) -> int:
         """Make the stage's objects; with `snapshot`, a path, the trainer goes on from it. Returns its version."""
         stage = next(stage for stage in plan_stages(self._config, "all") if stage.name == stage_name)
-        plan, self._stage = Plan.from_json(plan_json), stage_name
+        plan = Plan.from_json(plan_json)
         device = self._device = Device(
             self._config, plan, self._order.folder, self._machine, self._context.emit, group=self._group
         )
@@ -97,10 +99,9 @@ class RankWorker:
                 lambda: device.make_trainer(stage, self._policy, version, resumed=bool(snapshot))
             )
             if snapshot:
-                await self._on_compute(lambda: trainer.restore(self._load(snapshot)))
-            if self._order.rank == 0:
-                where = (self._config, self._order.folder, stage_name)
-                self._snapshots = make_snapshots(*where, trainer, self._machine, self._context.emit)
+                await self._on_compute(lambda: trainer.restore(_load(snapshot)))
+            where = (self._config, self._order.folder, stage_name)
+            self._snapshots = make_snapshots(*where, trainer, self._machine, self._context.emit, group=self._group)
             self.trainer = TrainerSeat(trainer, rank=self._order.rank, compute=self._machine.compute)
             version = trainer.version
         if plan.kv_pages > 0:
@@ -110,12 +111,16 @@ class RankWorker:
         await self._on_compute(device.manage)
         return version
 
-    async def end(self) -> None:
+    async def end(self, last: bool) -> None:
+        """Close the stage's objects. The next stage wants the policy whole; an export after the last takes shards."""
         device, self._device = self._device, None
         assert device is not None
         self.trainer = self.engine = None
         if device.trainer is not None:
-            self._policy = await self._on_compute(lambda: device.whole_policy(self._policy))
+            if last and device.cuts_weights:
+                self._shards = await self._on_compute(device.trained_shards)
+            else:
+                self._policy = await self._on_compute(lambda: device.whole_policy(self._policy))
             self._head = device.trainer.head
         await device.close()
         if self._snapshots is not None:
@@ -128,21 +133,29 @@ class RankWorker:
         return self._device.held_bytes
 
     async def save(self, step: int, state: Mapping[str, Any], blobs: Mapping[str, bytes]) -> None:
-        """Write a snapshot: every rank gives its part, the first one writes."""
-        assert self.trainer is not None
-        if self._snapshots is not None:
-            await self._snapshots.save(step=step, state=state, blobs=blobs)
-        else:
-            await self._on_compute(self.trainer.trainer.snapshot)
+        """Write this rank's part of a snapshot."""
+        assert self._snapshots is not None
+        await self._snapshots.save(step=step, state=state, blobs=blobs)
+
+    async def look_through(self, path: str) -> list[Fault]:
+        """What is wrong with this rank's share of a snapshot's bytes."""
+        share, shares = self._order.rank, self._order.world_size
+        assert share is not None
+        return await self._on_compute(lambda: find_faults(Path(path), share=share, num_shares=shares))
 
     async def export(self, folder: str, tokenizer_files: str) -> None:
-        files = Path(tokenizer_files)
-        await self._on_compute(lambda: export_policy(self._policy, self._head, Path(folder), self._machine, files))
-
-    def _load(self, path: str) -> Mapping[str, Any]:
-        store = stage_store(self._config, self._order.folder, self._stage, self._context.emit)
-        snapshot = store.load(Path(path))
-        return {"tensors": snapshot.tensors, "state": snapshot.state["trainer"]}
+        """Write the model in hub layout. Every rank gets the call; the first one writes."""
+        where, files = Path(folder), Path(tokenizer_files)
+        shards, group, spec = self._shards, self._group, self._policy.spec
+        if shards is not None and group is not None:
+            await self._on_compute(lambda: export_shards(spec, self._head, shards, group, where, self._machine, files))
+        elif self._order.rank == 0:
+            await self._on_compute(lambda: export_policy(self._policy, self._head, where, self._machine, files))
 
     async def _on_compute(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._machine.compute, work)
+
+
+def _load(path: str) -> Mapping[str, Any]:
+    snapshot = load(Path(path))
+    return {"tensors": snapshot.tensors, "state": snapshot.state["trainer"]}

@@ -7,7 +7,6 @@ Caller: wire.commands.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 
 from gyre import __version__
-from gyre.core.errors import GyreError
+from gyre.core.errors import GyreError, SnapshotError
 from gyre.loop.ports import Observers
 from gyre.loop.resume import Progress, from_snapshot
 from gyre.observe.events import EventLog, next_attempt, read_events
@@ -27,6 +26,7 @@ from gyre.observe.spans import Spans
 from gyre.planner.plan import Plan
 from gyre.runconfig import RunConfig
 from gyre.text.tokenizer import is_misread
+from gyre.trainer.snapshot import Fault, Snapshot, load
 from gyre.wire.fleet import Fleet, Spread
 from gyre.wire.folders import hold
 from gyre.wire.goal import judge_goal
@@ -97,15 +97,16 @@ class Run:
 
     async def _go(self) -> dict[str, Any]:
         stages = plan_stages(self._config, self._stage)
-        at, progress, found = self._find_progress(stages)
         tokenizer = make_tokenizer(self._config, self._folder / "tokenizer", self._emit)
         policy = await self._placement.open(tokenizer)
+        at, progress, found = await self._find_progress(stages)
         self._announce(stages, policy, at)
         if is_misread(tokenizer, policy.spec.family):
             self._emit("warn.tokenizer_misread", family=policy.spec.family, reason=MISREAD)
         version, result = 0, progress
         for ready in [self._prepare(stage, policy) for stage in stages[at:]]:
-            result, version = await self._run_stage(ready, policy, result, found, version)
+            last = ready.stage is stages[-1]
+            result, version = await self._run_stage(ready, policy, result, found, version, last)
             found = None
         export = await self._export()
         report = self._finish(stages[-1], result, version)
@@ -121,16 +122,29 @@ class Run:
         if self._lock is not None:
             os.close(self._lock)
 
-    def _find_progress(self, stages: list[Stage]) -> tuple[int, Progress, Mapping[str, Any] | None]:
-        """(index of the stage to go on with, where it stands, what its trainer is restored from)."""
+    async def _find_progress(self, stages: list[Stage]) -> tuple[int, Progress, Snapshot | None]:
+        """(index of the stage to go on with, where it stands, what its trainer is restored from). SnapshotError if
+        there are snapshots and none is whole."""
+        faults: list[Fault] = []
         for at in range(len(stages) - 1, -1, -1):
-            snapshot = stage_store(self._config, self._folder, stages[at].name, self._emit).load_latest()
-            if snapshot is not None:
+            store = stage_store(self._config, self._folder, stages[at].name, self._emit)
+            store.remove_leftovers()
+            for path in reversed(store.paths()):
+                if found := await self._placement.look_through(path):
+                    store.skip(path, found)
+                    faults.append(found[0])
+                    continue
+                snapshot = load(path)
                 progress = from_snapshot(snapshot.state["loop"], snapshot.blobs)
                 position = snapshot.state["loop"]["events"]
                 self._events.fence(position["attempt"], position["seq"], step=progress.step, stage=progress.stage)
-                found = {"tensors": snapshot.tensors, "state": snapshot.state["trainer"], "path": snapshot.path}
-                return at, progress, found
+                return at, progress, snapshot
+        if faults:
+            raise SnapshotError(
+                f"none of the {len(faults)} snapshots of {self._folder} is whole; the newest one: {faults[0]}",
+                hint=f"put the damaged files back (events.jsonl names them: snapshot.skipped), or remove "
+                f"{self._folder / 'snapshots'} to begin the run anew",
+            )
         if self._events.attempt > 1:
             self._events.fence(None)
         return 0, Progress(stage=stages[0].name), None
@@ -169,7 +183,7 @@ class Run:
         return Ready(stage=stage, data=data, plan=plan)
 
     async def _run_stage(
-        self, ready: Ready, policy: Facts | Policy, progress: Progress, found: Mapping[str, Any] | None, version: int
+        self, ready: Ready, policy: Facts | Policy, progress: Progress, found: Snapshot | None, version: int, last: bool
     ) -> tuple[Progress, int]:
         stage, data, plan = ready.stage, ready.data, ready.plan
         if progress.stage != stage.name:
@@ -183,7 +197,7 @@ class Run:
             version, done = placed.version(), True
         finally:
             await built.close()
-            await self._placement.end(failed=not done)
+            await self._placement.end(failed=not done, last=last)
         self._emit("stage.done", stage=stage.name, step=progress.step, version=version)
         return progress, version
 

@@ -76,6 +76,7 @@ def plan_stages(config: RunConfig, wanted: str) -> list[Stage]:
             final_learning_rate_fraction=0.1,
             tokens_per_chunk=config.trainer.tokens_per_chunk,
             checkpointing=config.trainer.checkpointing,
+            matmul=config.trainer.matmul,
             offload_optimizer=config.trainer.offload_optimizer,
             offload_gradients=config.trainer.offload_gradients,
             offload_cut_bytes=config.trainer.offload_cut_bytes,
@@ -209,7 +210,7 @@ def plan_run(
     and the plan is for each of them."""
     disk = folder / config.memory.disk_folder if config.memory.disk_folder else None
     inputs = read_inputs(config, stage, model_numbers(spec), data, dtype=dtype)
-    return make_plan(inputs, cut_hardware(read_hardware(disk), share))
+    return make_plan(replace(inputs, ranks=share), cut_hardware(read_hardware(disk), share))
 
 
 def read_inputs(
@@ -229,6 +230,7 @@ def read_inputs(
         sequences_per_update=stage.trainer.sequences_per_update or None,
         tokens_per_chunk=stage.trainer.tokens_per_chunk,
         checkpointing=stage.trainer.checkpointing,
+        matmul=stage.trainer.matmul,
         offload_optimizer=stage.trainer.offload_optimizer,
         offload_gradients=stage.trainer.offload_gradients,
         offload_cut_bytes=stage.trainer.offload_cut_bytes,
@@ -251,6 +253,8 @@ def read_inputs(
         disk_budget_bytes=None if memory.disk_budget_bytes == "auto" else memory.disk_budget_bytes,
         disk_tier=bool(memory.disk_folder),
         leave=memory.leave,
+        snapshot_background=config.snapshot.background,
+        reference_average=bool(stage.trainer.reference_moving_average),
     )
 
 

@@ -1,0 +1,97 @@
+"""8-bit operands of matrix products, in Triton. In: rows in BF16, FP16 or FP32. Out: their largest absolute number; the
+rows scaled, rounded and, where asked, transposed. Caller: kernels.float8, whose torch operations are the oracle.
+
+Each kernel reads its input once; rows and columns come from the same reading. The largest number is found by atomics,
+which is exact in any order.
+"""
+
+# N rows, K features of a row, M rows padded with zeros to a multiple of 16
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK, STEPS = 1024, 8  # numbers of a reading, readings of a program
+TILE = 64  # rows and features of a tile: columns are written 64 bytes at a time
+MULTIPLE = 16
+SMALLEST_AMAX = 1e-12
+
+
+class Float8Kernels:
+    @staticmethod
+    def largest(x_NK: Tensor) -> Tensor:
+        amax, count = torch.zeros((), dtype=torch.float32, device=x_NK.device), x_NK.numel()
+        _largest[(triton.cdiv(count, BLOCK * STEPS),)](x_NK.contiguous(), amax, count, BLOCK=BLOCK, STEPS=STEPS)
+        return amax
+
+    @staticmethod
+    def quantise(
+        x_NK: Tensor, amax: Tensor, dtype: torch.dtype, *, rows: bool, columns: bool
+    ) -> tuple[Tensor | None, Tensor | None, Tensor]:
+        """Return rows_NK, columns_KM (None where not asked for) and the inverse of the scale."""
+        count, width = x_NK.shape
+        longer = triton.cdiv(count, MULTIPLE) * MULTIPLE if columns else count
+        rows_NK = torch.empty(count, width, dtype=dtype, device=x_NK.device) if rows else None
+        columns_KM = torch.empty(width, longer, dtype=dtype, device=x_NK.device) if columns else None
+        inverse = torch.empty((), dtype=torch.float32, device=x_NK.device)
+        some = rows_NK if rows_NK is not None else columns_KM
+        _quantise[(triton.cdiv(longer, TILE), triton.cdiv(width, TILE))](
+            x_NK, amax, some if rows_NK is None else rows_NK, some if columns_KM is None else columns_KM, inverse,
+            count, width, longer, MOST=torch.finfo(dtype).max, SMALLEST=SMALLEST_AMAX, ROWS=rows, COLUMNS=columns,
+            TILE=TILE, num_warps=4,
+        )  # fmt: skip
+        return rows_NK, columns_KM, inverse
+
+    @staticmethod
+    def transposed(data_NK: Tensor) -> Tensor:
+        count, width = data_NK.shape
+        columns_KN = torch.empty(width, count, dtype=data_NK.dtype, device=data_NK.device)
+        _transposed[(triton.cdiv(count, TILE), triton.cdiv(width, TILE))](
+            data_NK.contiguous().view(torch.int8), columns_KN.view(torch.int8), count, width, TILE=TILE, num_warps=4
+        )
+        return columns_KN
+
+
+@triton.jit
+def _largest(x_ptr, amax_ptr, count, BLOCK: tl.constexpr, STEPS: tl.constexpr):
+    offs = tl.program_id(0).to(tl.int64) * BLOCK * STEPS + tl.arange(0, BLOCK)
+    found = tl.zeros([BLOCK], tl.float32)
+    for step in range(STEPS):
+        at = offs + step * BLOCK
+        found = tl.maximum(found, tl.abs(tl.load(x_ptr + at, mask=at < count, other=0.0).to(tl.float32)))
+    tl.atomic_max(amax_ptr, tl.max(found, 0))
+
+
+@triton.jit
+def _quantise(
+    x_ptr, amax_ptr, rows_ptr, columns_ptr, inverse_ptr, count, width, longer,
+    MOST: tl.constexpr, SMALLEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    k = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = (n[:, None] < count) & (k[None, :] < width)
+    amax = tl.load(amax_ptr)
+    scale = tl.div_rn(tl.full((), MOST, tl.float32), tl.maximum(amax, SMALLEST))
+    x = tl.load(x_ptr + n[:, None] * width + k[None, :], mask=inside, other=0.0).to(tl.float32) * scale
+    x = tl.where(x > MOST, MOST, tl.where(x < -MOST, -MOST, x))  # not min and max: what is no number stays none
+    if ROWS:
+        tl.store(rows_ptr + n[:, None] * width + k[None, :], x.to(rows_ptr.dtype.element_ty), mask=inside)
+    if COLUMNS:
+        wanted = (k[:, None] < width) & (n[None, :] < longer)
+        rounded = tl.trans(x).to(columns_ptr.dtype.element_ty)
+        tl.store(columns_ptr + k[:, None] * longer + n[None, :], rounded, mask=wanted)
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(inverse_ptr, tl.div_rn(tl.full((), 1.0, tl.float32), scale))
+
+
+@triton.jit
+def _transposed(rows_ptr, columns_ptr, count, width, TILE: tl.constexpr):
+    n = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    k = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = (n[:, None] < count) & (k[None, :] < width)
+    tile = tl.load(rows_ptr + n[:, None] * width + k[None, :], mask=inside, other=0)
+    wanted = (k[:, None] < width) & (n[None, :] < count)
+    tl.store(columns_ptr + k[:, None] * count + n[None, :], tl.trans(tile), mask=wanted)

@@ -1,0 +1,75 @@
+"""Linear: the products of a linear layer, forward and backward, in the dtype of its operands or in 8 bits. In: rows,
+a weight. Out: rows, gradients. Caller: kernels.blocks, whose backward passes are written by hand.
+
+In 8 bits the backward pass scales input and weight by the same numbers as the forward pass: their largest absolute
+numbers are what it is given. Nothing in 8 bits is kept between the passes: inputs that attention or a norm keeps anyway
+are rounded again, which costs one reading of them, and weights too.
+"""
+
+# T tokens, I input features, O output features
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gyre.kernels.float8 import E4M3, E5M2, Float8Weight, Quantised, largest, multiply, product, quantise, transposed
+
+Amaxes = tuple[Tensor | None, Tensor | None]  # of input and weight; None for products that are not in 8 bits
+
+
+def linear(
+    x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, onto_TO: Tensor | None = None, float8: bool
+) -> tuple[Tensor, Amaxes]:
+    """Return x · weightᵀ plus the bias or `onto_TO`, and what `OutputGradient` wants to know."""
+    if not float8:
+        if onto_TO is not None:
+            return torch.addmm(onto_TO, x_TI, weight_OI.t()), (None, None)
+        return F.linear(x_TI, weight_OI, bias_O), (None, None)
+    x, weight = quantise(x_TI, E4M3, rows=True), _weight_rows(weight_OI)
+    y_TO = product(x, weight, over="rows", dtype=x_TI.dtype, fast=True)
+    more = bias_O if onto_TO is None else onto_TO
+    return y_TO if more is None else y_TO.add_(more), (x.amax, weight.amax)
+
+
+def amaxes_of(x_TI: Tensor, weight_OI: Tensor, *, float8: bool) -> Amaxes:
+    """What `linear` would find out on its way, without the product."""
+    if not float8:
+        return None, None
+    return largest(x_TI), weight_OI.amax if isinstance(weight_OI, Float8Weight) else largest(weight_OI)
+
+
+class OutputGradient:
+    """The gradient of a linear layer's output, made ready once for both products with it."""
+
+    def __init__(self, grad_TO: Tensor, amaxes: Amaxes) -> None:
+        self._grad_TO, (self._x_amax, self._weight_amax) = grad_TO, amaxes
+        self._grad = None if self._x_amax is None else quantise(grad_TO, E5M2, rows=True, columns=True)
+
+    def of_input(self, weight_OI: Tensor) -> Tensor:
+        if self._grad is None:
+            return self._grad_TO @ weight_OI
+        assert self._grad.rows_NK is not None and self._weight_amax is not None
+        columns_IO, inverse = _weight_columns(weight_OI, self._weight_amax)
+        return multiply(self._grad.rows_NK, columns_IO, self._grad.inverse, inverse, dtype=self._grad_TO.dtype)
+
+    def of_weight(self, x_TI: Tensor) -> Tensor:
+        if self._grad is None:
+            return self._grad_TO.t() @ x_TI
+        x = quantise(x_TI, E4M3, columns=True, amax=self._x_amax)
+        return product(self._grad, x, over="columns", dtype=self._grad_TO.dtype)
+
+
+def _weight_rows(weight_OI: Tensor) -> Quantised:
+    if isinstance(weight_OI, Float8Weight):
+        return Quantised(weight_OI.data_OI, None, weight_OI.inverse, weight_OI.amax)
+    return quantise(weight_OI, E4M3, rows=True)
+
+
+def _weight_columns(weight_OI: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
+    if isinstance(weight_OI, Float8Weight):
+        return transposed(weight_OI.data_OI), weight_OI.inverse
+    weight = quantise(weight_OI, E4M3, columns=True, amax=amax)
+    assert weight.columns_KM is not None
+    return weight.columns_KM, weight.inverse

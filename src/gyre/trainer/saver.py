@@ -1,0 +1,343 @@
+"""Saver: a snapshot by all ranks at once. In: each rank's parts, the loop's state. Out: a snapshot on a disk that all
+ranks see, or one SnapshotError, the same on every rank. Caller: wire; every rank makes one and calls it alike.
+
+    first rank makes a folder ─▶ all stage ─▶ all write their file ─▶ first rank writes the manifest ─▶ verdict
+                               (training goes on from here, in the background)
+
+Ranks agree by collectives until they have staged, and by notes from there on: a rank that writes in a thread may use no
+collective, and one that is still writing keeps nobody in one. A rank that fails leaves a note; the others look for it
+before every block, stop, and get the verdict. So a full disk on one rank ends the save on all in seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gyre.core.errors import DeadlineError, GyreError, SnapshotError
+from gyre.parallel.group import Group
+from gyre.trainer.manifest import (
+    SavedFile,
+    SavedRun,
+    SavedTensor,
+    SnapshotManifest,
+    from_text,
+    join_manifests,
+    to_text,
+)
+from gyre.trainer.parts import Kind, Part
+from gyre.trainer.shardfile import ReadBackError, write_bytes, write_shard
+from gyre.trainer.snapshot import BLOBS, STATE, SnapshotStore, sync_folder
+from gyre.vram.hostbuffer import HostBuffer
+
+POLL_S = 0.05
+LAST_WORDS_S = 10.0  # how long the first rank waits for the others to stop before it removes what they wrote
+LINE_BYTES = 64  # every staged part begins on one
+NO_MEMORY = "if the host lacks memory, set snapshot.background = false: then nothing is staged"
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class Staging:
+    """Host memory for one rank's parts, pinned beside a GPU; kept for the next save, made anew when it must grow."""
+
+    def __init__(self, *, pinned: bool) -> None:
+        self._pinned = pinned
+        self._buffer: HostBuffer | None = None
+
+    def copy(self, parts: Sequence[Part]) -> list[Part]:
+        """The same parts in host memory, valid until the next call. MemoryBudgetError if the host has not enough."""
+        starts, size_bytes = [], 0
+        for part in parts:
+            starts.append(size_bytes)
+            size_bytes += -(-part.size_bytes // LINE_BYTES) * LINE_BYTES
+        if size_bytes and (self._buffer is None or self._buffer.size_bytes < size_bytes):
+            self._buffer = None
+            self._buffer = HostBuffer(size_bytes, pin=self._pinned, owner="staging of snapshots")
+        staged = []
+        for part, start in zip(parts, starts, strict=True):
+            assert self._buffer is not None
+            home_N = self._buffer.bytes[start : start + part.size_bytes].view(part.values_N.dtype)
+            home_N.copy_(part.values_N, non_blocking=self._pinned)
+            staged.append(replace(part, values_N=home_N))
+        if self._pinned:
+            torch.cuda.synchronize()
+        return staged
+
+    @property
+    def size_bytes(self) -> int:
+        return 0 if self._buffer is None else self._buffer.size_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """One save, on one rank."""
+
+    step: int
+    aside: Path
+    parts: Sequence[Part]
+    state: Mapping[str, Any]
+    blobs: Mapping[str, bytes]
+
+    def key(self, what: str) -> str:
+        return f"{self.aside.name}/{what}"
+
+
+class Stopped(Exception):
+    """Another rank has failed."""
+
+
+class Saver:
+    """`save` and `finish` are called by one thread, on all ranks alike."""
+
+    def __init__(
+        self,
+        store: SnapshotStore,
+        group: Group,
+        *,
+        background: bool,
+        pinned: bool,
+        deadline_s: float,
+        emit: Callable[..., None],
+    ) -> None:
+        """In the background `save` returns when the state is staged, and `finish` when the last one is on disk."""
+        self._store, self._group, self._background = store, group, background
+        self._deadline_s, self._emit = deadline_s, emit
+        self._staging = Staging(pinned=pinned)
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._writing = -1  # step in flight
+        self._last_verdict = ""  # its note, which a rank may still be about to read
+
+    def save(
+        self,
+        step: int,
+        *,
+        parts: Callable[[], Mapping[str, Any]],
+        state: Mapping[str, Any],
+        blobs: Mapping[str, bytes],
+    ) -> None:
+        """`parts` gives {"tensors": this rank's Parts by key, "state"}, valid until training goes on. SnapshotError of
+        this save, or of the one before if that was in the background; DeadlineError when one is not done in time."""
+        with self._group.guard(f"snapshot of step {step}"):
+            self._settle(step)
+            aside = self._begin(step)
+            job = self._stage(step, aside, parts, state, blobs)
+            if not self._background:
+                self._write(job)
+                return
+            self._writing = step
+            self._thread = threading.Thread(target=self._write_apart, args=(job,), name=f"snapshot-{step}", daemon=True)
+            self._thread.start()
+
+    def finish(self) -> None:
+        """Wait for what is in flight. Raises as `save` does."""
+        with self._group.guard("end of the last snapshot"):
+            self._settle(None)
+
+    # On the calling thread, all ranks together -----------------------------------------------------------------------
+
+    def _settle(self, next_step: int | None) -> None:
+        """Wait for the save before, and let its failure out, on all ranks."""
+        thread, began = self._thread, time.monotonic()
+        tells = thread is not None and thread.is_alive() and next_step is not None and self._group.rank == 0
+        if tells:
+            self._emit("snapshot.waiting", step=next_step, writing=self._writing)
+        while thread is not None and thread.is_alive() and time.monotonic() - began < self._deadline_s:
+            self._group.check("snapshot")
+            thread.join(POLL_S)
+        failure = self._failure
+        if thread is not None and thread.is_alive():
+            failure = DeadlineError(
+                f"the snapshot of step {self._writing} is not written after {self._deadline_s:g} s of waiting",
+                hint="the disk is slow or stuck: raise snapshot.deadline_s, or snapshot less often",
+            )
+        elif thread is not None:
+            if tells:
+                self._emit("snapshot.waited", step=next_step, seconds=time.monotonic() - began)
+            self._thread = self._failure = None
+        self._agree(failure)
+
+    def _begin(self, step: int) -> Path:
+        """The folder that all write into; the first rank makes it."""
+        made, failure = "", None
+        if self._group.rank == 0:
+            try:
+                made = str(self._store.begin(step, uuid.uuid4().hex[:8]))
+            except OSError as error:
+                failure = self._cannot_write(step, error)
+        return Path(self._agree(failure, made)[0])
+
+    def _stage(
+        self,
+        step: int,
+        aside: Path,
+        parts: Callable[[], Mapping[str, Any]],
+        state: Mapping[str, Any],
+        blobs: Mapping[str, bytes],
+    ) -> _Job:
+        """Everything that is to be written, where nothing overwrites it before it is."""
+        began, failure, job = time.monotonic(), None, None
+        try:
+            own = parts()
+            mine = list(own["tensors"].values())
+            mine = self._staging.copy(mine) if self._background else mine
+            whole = {"loop": state, "trainer": own["state"]}
+            job = _Job(step=step, aside=aside, parts=mine, state=whole, blobs=blobs)
+        except (OSError, RuntimeError, GyreError) as error:  # RuntimeError: torch has no common type for lack of memory
+            failure = self._told(f"snapshot of step {step} could not be copied to the host", error)
+        numbers = [time.monotonic() - began, self._staging.size_bytes]
+        try:
+            told = self._agree(failure, numbers)
+        except SnapshotError:
+            if self._group.rank == 0:
+                shutil.rmtree(aside, ignore_errors=True)
+            raise
+        if self._background and self._group.rank == 0:
+            seconds, sizes = (list(column) for column in zip(*told, strict=True))
+            self._emit("snapshot.staged", step=step, seconds=max(seconds), buffer_bytes=sum(sizes))
+        assert job is not None
+        return job
+
+    def _agree(self, failure: BaseException | None, value: Any = None) -> list[Any]:
+        """Every rank's value; or the first rank's failure, raised on all."""
+        mine = None
+        if failure is not None and not isinstance(failure, GyreError):  # a fault of ours: the others must not wait
+            text = f"{type(failure).__name__}: {failure}"
+            mine = {"message": f"rank {self._group.rank} broke in a snapshot: {text}", "hint": "", "late": False}
+        elif failure is not None:
+            mine = {"message": failure.message, "hint": failure.hint, "late": isinstance(failure, DeadlineError)}
+        told = self._group.share({"failure": mine, "value": value})
+        for answer in told:
+            if (first := answer["failure"]) is not None:
+                kind = DeadlineError if first["late"] else SnapshotError
+                raise kind(first["message"], hint=first["hint"]) from failure
+        return [answer["value"] for answer in told]
+
+    # Beside the collectives, maybe in a thread -----------------------------------------------------------------------
+
+    def _write_apart(self, job: _Job) -> None:
+        try:
+            self._write(job)
+        except Exception as error:  # noqa: BLE001  raised by the next save or by finish
+            self._failure = error
+
+    def _write(self, job: _Job) -> None:
+        """This rank's file, then the verdict on the whole. SnapshotError with the verdict of the first rank."""
+        notes, rank = self._group.notes, self._group.rank
+        written, fault = "", None
+        try:
+            written = to_text(self._write_files(job))
+        except Stopped:
+            pass  # the one that failed has said why
+        except Exception as error:  # noqa: BLE001  the others must hear of any; ours is raised below
+            fault = None if isinstance(error, OSError) else error
+            notes.put(job.key("failed"), _as_note(self._cannot_write(job.step, error)))
+        notes.put(job.key(f"done/{rank}"), written)
+        if rank == 0:
+            self._conclude(job)
+        verdict = self._wait_for(job, lambda: notes.get(job.key("verdict")), "the first rank has not ended it")
+        if fault is not None:
+            raise fault
+        if verdict:
+            raise SnapshotError(**json.loads(verdict))
+
+    def _write_files(self, job: _Job) -> SnapshotManifest:
+        """What this rank writes; the first one writes the loop's state, too."""
+        name = f"rank-{self._group.rank:05d}.safetensors"
+        head, *extents = write_shard(job.aside / name, job.parts, lambda: self._look(job))
+        size_bytes = sum(extent.size_bytes for extent in (head, *extents))
+        files = {name: SavedFile(size_bytes=size_bytes, head=head)}
+        if self._group.rank == 0:
+            small = {STATE: json.dumps(job.state, allow_nan=True).encode()}
+            for key, blob in job.blobs.items():
+                assert "/" not in key and key not in (".", ".."), key
+                small[f"{BLOBS}/{key}"] = blob
+            for key, data in small.items():
+                extent = write_bytes(job.aside / key, data)
+                files[key] = SavedFile(size_bytes=extent.size_bytes, head=extent)
+        tensors = {
+            part.name: SavedTensor(
+                kind=Kind(dtype=part.values_N.dtype, shape=part.shape),
+                runs=(SavedRun(file=name, start=part.start, stop=part.stop, extent=extent),),
+            )
+            for part, extent in zip(job.parts, extents, strict=True)
+        }
+        sync_folder(job.aside)
+        return SnapshotManifest(step=job.step, files=files, tensors=tensors)
+
+    def _conclude(self, job: _Job) -> None:
+        """On the first rank: make the snapshot once all have written, or give it up; tell the others."""
+        notes, keys = self._group.notes, [job.key(f"done/{rank}") for rank in range(self._group.size)]
+        found: dict[str, str] = {}
+
+        def look() -> str | None:
+            for key in keys:
+                if key not in found and (text := notes.get(key)) is not None:
+                    found[key] = text
+            return notes.get(job.key("failed")) or ("" if len(found) == len(keys) else None)
+
+        verdict, fault = "", None
+        try:
+            verdict = self._wait_for(job, look, "not all ranks have written their part")
+            if not verdict:
+                self._store.publish(job.aside, join_manifests(from_text(found[key], whole=False) for key in keys))
+        except Exception as error:  # noqa: BLE001  the others must hear of any; ours is raised below
+            fault = None if isinstance(error, OSError | DeadlineError) else error
+            verdict = _as_note(error if isinstance(error, DeadlineError) else self._cannot_write(job.step, error))
+        if verdict:
+            with contextlib.suppress(DeadlineError):  # the verdict stands: this only lets the others stop first
+                stopped = lambda: "" if look() is not None and len(found) == len(keys) else None  # noqa: E731
+                self._wait_for(job, stopped, "not all ranks have stopped", LAST_WORDS_S)
+            shutil.rmtree(job.aside, ignore_errors=True)
+        notes.drop([*keys, job.key("failed"), self._last_verdict])
+        self._last_verdict = job.key("verdict")
+        notes.put(self._last_verdict, verdict)
+        if fault is not None:
+            raise fault
+
+    def _look(self, job: _Job) -> None:
+        if self._group.notes.get(job.key("failed")) is not None:
+            raise Stopped
+
+    def _wait_for(self, job: _Job, look: Callable[[], str | None], late: str, within_s: float | None = None) -> str:
+        """What `look` finds. Ends early when the group breaks."""
+        until = time.monotonic() + (self._deadline_s if within_s is None else within_s)
+        while (found := look()) is None:
+            self._group.check(f"snapshot of step {job.step}")
+            if time.monotonic() > until:
+                raise DeadlineError(
+                    f"the snapshot of step {job.step} is not written after {self._deadline_s:g} s: {late}",
+                    hint="the disk is slow or stuck: raise snapshot.deadline_s, or snapshot less often",
+                )
+            time.sleep(POLL_S)
+        return found
+
+    def _cannot_write(self, step: int, error: Exception) -> SnapshotError:
+        hint = "check that the folder can be written, then resume from the snapshot before it"
+        if isinstance(error, OSError) and error.errno in FULL:
+            hint = "free space there and resume from the snapshot before it; snapshot.keep = 1 needs the least space"
+        elif isinstance(error, ReadBackError):
+            hint = "the disk returns other bytes than it was given: check it, or point the run folder elsewhere"
+        return self._told(f"snapshot of step {step} could not be written to {self._store.folder}", error, hint)
+
+    def _told(self, what: str, error: Exception, hint: str = "") -> SnapshotError:
+        """An error that names this rank, where there are several."""
+        by = f" by rank {self._group.rank}" if self._group.size > 1 else ""
+        text = error.message if isinstance(error, GyreError) else getattr(error, "strerror", None) or str(error)
+        hint = hint or (error.hint if isinstance(error, GyreError) else "") or NO_MEMORY
+        return SnapshotError(f"{what}{by}: {text}", hint=hint)
+
+
+def _as_note(error: GyreError) -> str:
+    return json.dumps({"message": error.message, "hint": error.hint})
