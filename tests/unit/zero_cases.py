@@ -445,20 +445,21 @@ def measures(group: Group | None, kind: str, *, folder: str = "", **settings: An
 def alive_bytes(group: Group | None, kind: str, **settings: Any) -> tuple[dict[str, int], int]:
     """Bytes of a trainer between two steps: by component, and of all tensors alive that were not before."""
     gc.collect()
-    before = set(storages_alive())
+    before = storages_alive()  # held, so that no new storage takes the place of one of these
     trainer = trainer_on(group, kind, **settings)
     for step in range(2):
         trainer.step_now(batch_for(12, seed=step))
     gc.collect()
     told = {name: usage.device_bytes for name, usage in trainer.measure().items()}
-    return told, sum(size for storage, size in storages_alive().items() if storage not in before)
+    now = storages_alive()
+    return told, sum(tensor.untyped_storage().nbytes() for key, tensor in now.items() if key not in before)
 
 
-def storages_alive() -> dict[int, int]:
-    """Bytes of every storage on the CPU that a tensor of this process holds, by its identity."""
+def storages_alive() -> dict[int, torch.Tensor]:
+    """A tensor of every storage on the CPU that this process holds, by the storage's identity."""
     kinds = torch.Tensor, torch.nn.Parameter
     tensors = [thing for thing in gc.get_objects() if type(thing) in kinds and thing.device.type == "cpu"]
-    return {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    return {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
 
 
 def refused_mixture(group: Group, names: list[str]) -> str:
