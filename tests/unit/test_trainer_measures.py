@@ -99,11 +99,19 @@ def test_the_steps_that_were_asked_for_are_traced(tmp_path: Path) -> None:
 
 def test_a_step_that_ends_badly_leaves_its_trace(tmp_path: Path) -> None:
     events: list = []
-    tracer = Tracer(tmp_path, [1], device=torch.device("cpu"), emit=lambda kind, **fields: events.append(kind))
+    signs: list[int] = []
+    tracer = Tracer(
+        tmp_path,
+        [1],
+        device=torch.device("cpu"),
+        emit=lambda kind, **fields: events.append(kind),
+        progress=lambda: signs.append(1),
+    )
     with pytest.raises(KeyboardInterrupt), tracer.around(1):
         torch.ones(3).add(1)
         raise KeyboardInterrupt
     assert events == ["trace.written"] and (tmp_path / "step-1.trace.json.gz").is_file()
+    assert len(signs) >= 3, "what a trace takes after its step is no hang"
 
 
 def test_a_full_disk_costs_the_trace_and_not_the_step(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from gyre.core.errors import ConfigError, DeadlineError, InputError, MemoryBudge
 from gyre.planner.memory import predict_components
 from gyre.planner.plan import PlanInputs
 from gyre.planner.shapes import model_numbers
+from gyre.trainer import offload
 from gyre.trainer.adamw import Span
 from gyre.trainer.cuts import BLOCK, numbers_per_cut, plan_cuts, staging_bytes
 from gyre.trainer.home import Home
@@ -256,6 +257,27 @@ def test_a_disk_that_does_not_answer_ends_the_step(tmp_path, monkeypatch) -> Non
     with pytest.raises(DeadlineError, match=r"a read of .*optimizer.offload did not end within 0.1 s"):
         trainer.step_now(make_batch())
     answered.set()
+
+
+def test_a_long_update_shows_that_it_goes_on(tmp_path, monkeypatch) -> None:
+    """To whoever takes a rank that runs no layer for a while for hung: cut by cut, and while the disk is slow."""
+    signs: list[int] = []
+    seen, read = threading.Event(), StateFile.read
+
+    def slow(*given) -> None:
+        assert seen.wait(60.0), "a read is waited for, and nobody hears of it"
+        read(*given)
+
+    trainer = make_trainer(
+        "grpo", disk_folder=tmp_path, **SMALL, offload_optimizer="disk", progress=lambda: (signs.append(1), seen.set())
+    )
+    monkeypatch.setattr(offload, "LOOK_S", 0.05)
+    monkeypatch.setattr(StateFile, "read", slow)
+    trainer.step_now(make_batch())
+    stream, optimizer = trainer._models.actor.home.stream, trainer._models.actor.optimizer
+    assert stream is not None
+    cuts = plan_cuts([(span.first, span.last) for span in optimizer.spans()], numbers=stream._numbers)
+    assert len(signs) > len(cuts) > 3
 
 
 def test_the_next_cut_comes_and_the_last_one_goes_while_one_is_updated(tmp_path, monkeypatch) -> None:

@@ -8,7 +8,6 @@ one make the new ranks hang.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
@@ -106,11 +105,6 @@ def leave(group: Group) -> None:
         if group.is_broken:
             _abort(group.device)
         dist.destroy_process_group()
-
-
-def environment_faults(environment: Mapping[str, str]) -> list[str]:
-    """Which of the settings that a rank needs are not there."""
-    return [f"{name}={value}" for name, value in child_environment().items() if environment.get(name) != value]
 
 
 def _connect(seat: Seat) -> TCPStore:

@@ -1,6 +1,6 @@
 """Traffic: what the collectives of this rank send, and how long they make it wait. In: each collective, by its kind and
-tensors. Out: bytes by kind, seconds. Callers: parallel.group around its own collectives, trainer.parallelise around
-those of FSDP2; trainer.measures reads.
+tensors. Out: bytes by kind, seconds. Callers: parallel.group around its own collectives, trainer.fsdp around those of
+FSDP2; trainer.measures reads.
 
 Bytes are those of the ring algorithms, by n ranks: a gather or a scatter of W bytes in all sends (n - 1)/n · W, an
 all-reduce of W twice that, a broadcast W. The planner predicts the same (`planner.speed.sent_bytes`).

@@ -41,15 +41,17 @@ class Home:
         deadline_s: float = 300.0,
         folder: Path | None = None,
         emit: Callable[..., None] | None = None,
+        progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """`state` and `gradients`: what lives away from the device. ConfigError for a disk without a folder."""
+        """`state` and `gradients`: what lives away from the device. `progress` is called while an update goes on, which
+        may take minutes. ConfigError for a disk without a folder."""
         if state == "disk" and folder is None:
             raise ConfigError(
                 'trainer.offload_optimizer = "disk" has no folder for its file', hint="set memory.disk_folder"
             )
         self.name, self.device, self.state, self.gradients = name, device, state, gradients
         self._cut_bytes, self._deadline_s, self._folder = cut_bytes, deadline_s, folder
-        self._emit = emit or (lambda kind, **fields: None)
+        self._emit, self.progress = emit or (lambda kind, **fields: None), progress
         self._host: dict[str, list[HostBuffer]] = {}  # by component
         self._file: StateFile | None = None
         self._carrier: HostCarrier | FileCarrier | None = None
@@ -60,7 +62,13 @@ class Home:
 
     @classmethod
     def of(
-        cls, name: str, device: torch.device, config: TrainerConfig, folder: Path | None, emit: Callable[..., None]
+        cls,
+        name: str,
+        device: torch.device,
+        config: TrainerConfig,
+        folder: Path | None,
+        emit: Callable[..., None],
+        progress: Callable[[], None],
     ) -> Home:
         return cls(
             name,
@@ -71,6 +79,7 @@ class Home:
             deadline_s=config.offload_deadline_s,
             folder=folder,
             emit=emit,
+            progress=progress,
         )
 
     def make(self, size: int, *, gradient_size: int, keeps_master: bool) -> dict[str, Tensor]:
@@ -177,7 +186,7 @@ class Home:
         if self._file is not None:
             for slot in slots:
                 slot.host = {field: self._beside(slot.device[field]) for field in away}
-            self._carrier = FileCarrier(self._file, self.device, self._deadline_s)
+            self._carrier = FileCarrier(self._file, self.device, self._deadline_s, self.progress)
         elif away:
             self._carrier = HostCarrier({field: self.buffers[field] for field in away}, self.device, self._deadline_s)
         self.stream = Stream(
@@ -187,6 +196,7 @@ class Home:
             device=self.device,
             deadline_s=self._deadline_s,
             where=str(self._file.path) if self._file is not None else "host memory",
+            progress=self.progress,
         )
 
     def _beside(self, slot_N: Tensor) -> Tensor:

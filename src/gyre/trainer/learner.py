@@ -45,10 +45,11 @@ class Learner:
         *,
         folder: Path | None,
         emit: Callable[..., None],
+        progress: Callable[[], None],
         weights: TensorSource | None = None,
     ) -> None:
-        """`folder`: of the disk tier, for offloaded state. A decoder on the meta device takes its numbers from
-        `weights`, or stays blank until `restore`."""
+        """`folder`: of the disk tier, for offloaded state; `progress` as in Home. A decoder on the meta device takes
+        its numbers from `weights`, or stays blank until `restore`."""
         self.name, self.decoder, self.head, self.split = name, decoder, head, split
         self.checkpointing: Checkpointing = config.checkpointing
         self.dtype = decoder.dtype  # that the forward pass computes in
@@ -63,7 +64,7 @@ class Learner:
         if split.shards_state:
             kind = RowOptimizer if split.shards_weights else SlicedOptimizer
         device = decoder.device if not is_blank(decoder) else split.mesh.world.device
-        self.home = Home.of(name, device, config, folder, emit)
+        self.home = Home.of(name, device, config, folder, emit, progress)
         self.optimizer = kind(
             parameters,
             betas=config.betas,

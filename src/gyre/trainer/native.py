@@ -93,6 +93,7 @@ class NativeTrainer:
         logprobs: ChunkLogprobs | None = None,
         peak_flops: float | None = None,
         trace_folder: Path | None = None,
+        progress: Callable[[], None] = lambda: None,
     ) -> None:
         """`head` continues a reward model under objective rm; `critic` one under ppo: without them the head starts at
         zero and the critic's trunk as a copy of the actor. `reward_model` is what evaluate(…, "reward") asks.
@@ -103,7 +104,9 @@ class NativeTrainer:
         compute a chunk's log-probs, if not as usual. `group`: the ranks that train together (`parallel.start.join`).
         Each has a NativeTrainer made with the same arguments and weights, and every rank calls every method, with the
         same global batch. `parallel` says how their models lie over them. `peak_flops`: of the device per second in the
-        compute dtype, for MFU. `trace_folder`: where the first rank puts the traces that the config asks for."""
+        compute dtype, for MFU. `trace_folder`: where the first rank puts the traces that the config asks for.
+        `progress` is called, beside the layers that run, while a step does what can take minutes without one: an update
+        of offloaded state, the writing of a trace."""
         self._objective, self._config, self._seed = objective, config, seed
         self._compute, self._emit, self._shared = compute, emit, shared
         self._group = group or alone(decoder.device)
@@ -126,7 +129,7 @@ class NativeTrainer:
         self._tenancy = Tenancy(disk_folder, parked or {})
         splitter = Splitter(self._group, parallel or ParallelConfig())
         with self._group.guard("start of the trainer"):
-            self._start(decoder, head, critic, weights, splitter, logprobs)
+            self._start(decoder, head, critic, weights, splitter, logprobs, progress)
             if reward_model is not None:
                 start_frozen(reward_model[0], splitter.split("reward"), reward_weights)
                 self._tenancy.take_reward(reward_model)
@@ -142,7 +145,7 @@ class NativeTrainer:
         )
         self._meter = Meter(self._group, peak_flops=peak_flops)
         folder = trace_folder if self._group.rank == 0 else None
-        self._tracer = Tracer(folder, config.trace_steps, device=device, emit=emit)
+        self._tracer = Tracer(folder, config.trace_steps, device=device, emit=emit, progress=progress)
         self._evaluator = Evaluator(
             objective=objective,
             config=config,
@@ -163,11 +166,12 @@ class NativeTrainer:
         weights: TensorSource | None,
         splitter: Splitter,
         logprobs: ChunkLogprobs | None,
+        progress: Callable[[], None],
     ) -> None:
         """Make the models that a snapshot holds. The actor last: what begins like it reads it before it is cut."""
         first = weights if is_blank(decoder) else LiveTensors(dict(decoder.named_parameters()))
         config, tenancy, reference, learner = self._config, self._tenancy, None, None
-        make = partial(Learner, config=config, folder=tenancy.folder, emit=self._emit)
+        make = partial(Learner, config=config, folder=tenancy.folder, emit=self._emit, progress=progress)
         if needs_reference(self._objective) and config.reference == "initial":
             own = Reference(blank_copy(decoder), config, splitter.split("reference"), first)
             reference = tenancy.take_reference(own)

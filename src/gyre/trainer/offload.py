@@ -26,6 +26,7 @@ from gyre.trainer.cuts import Cut, plan_cuts
 from gyre.trainer.lanes import Mark, Reached, compute_lane, make_lane, seconds_between, wait_for
 from gyre.trainer.state_file import StateFile
 
+LOOK_S = 1.0  # between two signs of life while a disk is waited for
 FIELDS = {"master": "weight_N", "exp_avg": "exp_avg_N", "exp_avg_sq": "exp_avg_sq_N", "grad": "grad_N"}
 
 
@@ -116,8 +117,9 @@ class HostCarrier:
 class FileCarrier:
     """Between the device and a file. `close` before the file's own."""
 
-    def __init__(self, file: StateFile, device: torch.device, deadline_s: float) -> None:
-        self._file, self._deadline_s = file, deadline_s
+    def __init__(self, file: StateFile, device: torch.device, deadline_s: float, progress: Callable[[], None]) -> None:
+        """`progress` is called while the disk is waited for: that has a deadline of its own."""
+        self._file, self._deadline_s, self._progress = file, deadline_s, progress
         self._in, self._out = make_lane(device), make_lane(device)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="offload-read")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="offload-write")
@@ -176,13 +178,16 @@ class FileCarrier:
             self._file.write(name, cut.first, host_N[: cut.size])
 
     def _result(self, work: Future[Any], what: str) -> Any:
-        try:
-            return work.result(self._deadline_s)
-        except TimeoutError:
-            raise DeadlineError(
-                f"a {what} of offloaded optimizer state in {self._file.path} did not end within {self._deadline_s:g} s",
-                hint="the disk is slow or stuck: raise trainer.offload_deadline_s, or check it",
-            ) from None
+        ends = time.monotonic() + self._deadline_s
+        while not work.done() and (left_s := ends - time.monotonic()) > 0:
+            wait([work], min(LOOK_S, left_s))
+            self._progress()
+        if work.done():
+            return work.result()
+        raise DeadlineError(
+            f"a {what} of offloaded optimizer state in {self._file.path} did not end within {self._deadline_s:g} s",
+            hint="the disk is slow or stuck: raise trainer.offload_deadline_s, or check it",
+        )
 
 
 class Stream:
@@ -197,11 +202,12 @@ class Stream:
         device: torch.device,
         deadline_s: float,
         where: str,
+        progress: Callable[[], None],
     ) -> None:
         """`numbers`: of a cut, as the slots have them. Without a carrier the state is on the device, and only the
-        gradient comes. `where`: for the words of errors."""
+        gradient comes. `where`: for the words of errors. `progress` is called after each cut."""
         self._slots, self._carrier, self._numbers, self._device = slots, carrier, numbers, device
-        self._deadline_s, self._where = deadline_s, where
+        self._deadline_s, self._where, self._progress = deadline_s, where, progress
         self._gradients = make_lane(device)
         self._torn: BaseException | None = None
         self.traffic = Traffic()
@@ -250,6 +256,7 @@ class Stream:
                 update(_staged(spans[piece.span].part(piece.first, piece.last), cut, slot))
             before = slot.computed = compute.mark()
             self._store(cut, slot)
+            self._progress()
         began = time.perf_counter()
         if self._carrier is not None:
             self._carrier.drain(self._slots)

@@ -39,7 +39,7 @@ def takes_decay(name: str, parameter: Tensor) -> bool:
 
 class AdamW(ABC):
     """What every split of the state has in common. `layout` says who holds what; `starts` and `file_size` place the
-    tensors in the flat buffer that a snapshot holds, which is the same for every split."""
+    tensors in a flat buffer that holds all of them."""
 
     layout: ShardLayout
     grad_N: Tensor
@@ -163,6 +163,7 @@ class AdamW(ABC):
             there_N = part_N.to(group.device)
             group.all_reduce(there_N)
             part_N.copy_(there_N)
+            self.home.progress()
 
     def grad_norm(self) -> float:
         """Global 2-norm of the summed gradient; infinite or NaN when a gradient is. The same on every rank."""

@@ -107,6 +107,7 @@ class SlicedOptimizer(AdamW):
             part_SN = slices_SN[:, first : first + step]
             there_N = shard.reduce_scatter(part_SN.to(shard.device).reshape(-1))
             part_SN[shard.rank].copy_(there_N)
+            self.home.progress()
 
     def squared_norm(self) -> Tensor:
         own_N, tail_N = self.grad_N[self._low : self._low + self._slice], self.grad_N[self._whole :]

@@ -31,10 +31,6 @@ class Plan:
     tokens_per_chunk: int
     num_oversized: int  # chunks that hold one atom longer than tokens_per_chunk
 
-    @property
-    def chunks_per_rank(self) -> int:
-        return len(self.ranks[0])
-
 
 def make_atoms(lengths: Sequence[int], pair_ids: Sequence[int]) -> tuple[Atom, ...]:
     """Group indices into atoms, in order of first appearance. A pair id of -1 means a sequence of its own; a pair id

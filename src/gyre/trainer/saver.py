@@ -12,7 +12,6 @@ before every block, stop, and get the verdict. So a full disk on one rank ends t
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import shutil
 import threading
@@ -25,7 +24,7 @@ from typing import Any
 
 import torch
 
-from gyre.core.errors import DeadlineError, GyreError, SnapshotError
+from gyre.core.errors import DeadlineError, GyreError, SnapshotError, is_disk_full
 from gyre.parallel.group import Group
 from gyre.trainer.manifest import (
     SavedFile,
@@ -45,7 +44,6 @@ POLL_S = 0.05
 LAST_WORDS_S = 10.0  # how long the first rank waits for the others to stop before it removes what they wrote
 LINE_BYTES = 64  # every staged part begins on one
 NO_MEMORY = "if the host lacks memory, set snapshot.background = false: then nothing is staged"
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Staging:
@@ -325,7 +323,7 @@ class Saver:
 
     def _cannot_write(self, step: int, error: Exception) -> SnapshotError:
         hint = "check that the folder can be written, then resume from the snapshot before it"
-        if isinstance(error, OSError) and error.errno in FULL:
+        if is_disk_full(error):
             hint = "free space there and resume from the snapshot before it; snapshot.keep = 1 needs the least space"
         elif isinstance(error, ReadBackError):
             hint = "the disk returns other bytes than it was given: check it, or point the run folder elsewhere"

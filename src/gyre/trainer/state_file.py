@@ -9,7 +9,6 @@ returned before what was written is read again. A lock says that the owner lives
 from __future__ import annotations
 
 import ctypes
-import errno
 import fcntl
 import mmap
 import os
@@ -20,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gyre.core.errors import InputError, MemoryBudgetError, SnapshotError
+from gyre.core.errors import InputError, MemoryBudgetError, SnapshotError, is_disk_full
 
 SUFFIX = ".offload"
 FLOAT_BYTES = 4
@@ -166,12 +165,11 @@ def _open_locked(path: Path) -> int:
 
 
 def _no_room(path: Path, size_bytes: int, error: OSError) -> MemoryBudgetError:
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     return MemoryBudgetError(
         f"{size_bytes} bytes for offloaded optimizer state could not be reserved in {path}: {error.strerror or error}",
         hint=f"free {size_bytes} bytes there, point memory.disk_folder at a larger disk, "
         'or set trainer.offload_optimizer = "host"'
-        if full
+        if is_disk_full(error)
         else "point memory.disk_folder at a local file system that can reserve space",
     )
 

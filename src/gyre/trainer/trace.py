@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from gyre.observe.overlap import Interval, intersect, length, union
 
 COMMUNICATION = ("nccl", "gloo:", "c10d::")  # how names of kernels, gloo's work and its calls begin
 NUM_ROWS = 15
+BLOCK_BYTES = 16 << 20  # that are compressed at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +41,17 @@ class Tracer:
     """Traces the chosen loop steps of one rank. `folder` None traces nothing."""
 
     def __init__(
-        self, folder: Path | None, steps: Collection[int], *, device: torch.device, emit: Callable[..., None]
+        self,
+        folder: Path | None,
+        steps: Collection[int],
+        *,
+        device: torch.device,
+        emit: Callable[..., None],
+        progress: Callable[[], None] = lambda: None,
     ) -> None:
+        """`progress` is called between the parts of what a trace costs after its step: each may take long."""
         self._folder, self._steps, self._device, self._emit = folder, frozenset(steps), device, emit
+        self._progress = progress
 
     def traces(self, step: int) -> bool:
         return self._folder is not None and step in self._steps
@@ -76,9 +84,11 @@ class Tracer:
         name = f"step-{step}.trace.json.gz"
         try:
             profiler.stop()
-            size_bytes = write_trace(profiler.export_chrome_trace, self._folder / name)
+            self._progress()
+            size_bytes = write_trace(profiler.export_chrome_trace, self._folder / name, self._progress)
             on_cuda = self._device.type == "cuda"
             told = summarise(works_of(profiler.events(), on_cuda=on_cuda), wall_s=wall_s)
+            self._progress()
             top = longest(profiler.key_averages(), on_cuda=on_cuda)
         except (OSError, RuntimeError, ValueError) as error:
             self._fail(step, error)
@@ -90,7 +100,7 @@ class Tracer:
         self._emit("trace.failed", step=step, folder=str(self._folder), error=f"{type(error).__name__}: {error}"[:500])
 
 
-def write_trace(export: Callable[[str], Any], path: Path) -> int:
+def write_trace(export: Callable[[str], Any], path: Path, progress: Callable[[], None] = lambda: None) -> int:
     """Have `export` write JSON, compress it to `path`, whole or not at all; returns the size. OSError when the disk
     refuses, ValueError when what was exported is cut short, which the exporter does not say."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -99,7 +109,9 @@ def write_trace(export: Callable[[str], Any], path: Path) -> int:
         export(str(plain))
         check_whole(plain)
         with plain.open("rb") as source, gzip.open(packed, "wb", compresslevel=5) as target:
-            shutil.copyfileobj(source, target)
+            while block := source.read(BLOCK_BYTES):
+                progress()
+                target.write(block)
         packed.replace(path)
         return path.stat().st_size
     finally:

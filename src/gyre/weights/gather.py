@@ -1,6 +1,6 @@
 """Gather: whole tensors back from their shards, a bucket at a time. In: a ShardLayout, this rank's runs, the group that
 holds the shards. Out: runs of whole tensors, on every rank, or written into given storage. Callers: trainer (engines'
-weights, snapshots, the reference), wire.
+weights, the reference), wire.
 
 Never more than one bucket exists beside the shards and the destination.
 """

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,10 +37,19 @@ class Device:
     """One device during one stage. Without a `group` the trainer is alone."""
 
     def __init__(
-        self, config: RunConfig, plan: Plan, folder: Path, machine: Machine, emit: Emit, *, group: Group | None = None
+        self,
+        config: RunConfig,
+        plan: Plan,
+        folder: Path,
+        machine: Machine,
+        emit: Emit,
+        *,
+        group: Group | None = None,
+        progress: Callable[[], None] = lambda: None,
     ) -> None:
+        """`progress` is what the trainer calls where it works for long without running a layer."""
         self._config, self._plan, self._folder, self._machine, self._emit = config, plan, folder, machine, emit
-        self._group = group
+        self._group, self._progress = group, progress
         self._manager: MemoryManager | None = None
         self._own_weights = False  # the engine's, beside the trainer's
         self.trainer: NativeTrainer | None = None
@@ -84,6 +94,7 @@ class Device:
                 logprobs=self._logprobs(stage),
                 peak_flops=self._peak_flops(),
                 trace_folder=self._folder / "traces",
+                progress=self._progress,
             )
         return self.trainer
 

@@ -92,7 +92,13 @@ class RankWorker:
         stage = next(stage for stage in plan_stages(self._config, "all") if stage.name == stage_name)
         plan = Plan.from_json(plan_json)
         device = self._device = Device(
-            self._config, plan, self._order.folder, self._machine, self._context.emit, group=self._group
+            self._config,
+            plan,
+            self._order.folder,
+            self._machine,
+            self._context.emit,
+            group=self._group,
+            progress=self._context.tick,
         )
         if self._order.rank is not None:
             trainer = await self._on_compute(
