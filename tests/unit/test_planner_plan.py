@@ -15,7 +15,7 @@ from gyre.core.errors import ConfigError, GyreError, MemoryBudgetError, Snapshot
 from gyre.planner.decide import make_plan
 from gyre.planner.explain import explain
 from gyre.planner.hardware import read_hardware
-from gyre.planner.plan import Hardware, ModelNumbers, Plan, PlanInputs, Sizes
+from gyre.planner.plan import Hardware, ModelNumbers, Plan, PlanInputs, Shards, Sizes
 from gyre.planner.sizes import derive
 from gyre.vram.phases import RING
 
@@ -366,3 +366,26 @@ def test_a_stage_begins_with_one_model_after_the_other() -> None:
 
 def sizes_of(plan) -> list[int]:
     return [c.size_bytes for c in plan.components if "device" in c.tiers]
+
+
+def test_a_model_that_fits_in_shards_alone_is_planned_for() -> None:
+    """Each rank's plan has its part of the states, and what it gathers of them to compute."""
+    asked = ask(
+        objective="sft", online=False, reference=False, prompts_per_step=4, completions_per_prompt=1,
+        max_completion_tokens=0, residency="resident", device_budget_bytes=45_000_000,
+    )  # fmt: skip
+    with pytest.raises(MemoryBudgetError):
+        make_plan(asked, LAPTOP)
+    plans = {
+        zero: make_plan(replace(asked, ranks=4, shards={"actor": Shards(zero=zero, ranks=4)}), LAPTOP)
+        for zero in (1, 3)
+    }
+    whole = 4 * MODEL.num_parameters
+    assert {c.name: c.size_bytes for c in plans[1].components} == {
+        "actor.params": whole, "actor.grads": whole, "actor.optimizer": whole // 2
+    }  # fmt: skip
+    assert {c.name: c.size_bytes for c in plans[3].components} == {
+        "actor.params": whole // 4, "actor.grads": whole // 4, "actor.optimizer": whole // 2
+    }  # fmt: skip
+    assert plans[3].working["train"] > plans[1].working["train"] + 4 * 4 * MODEL.layer_parameters
+    assert "/ 4 ranks" in explain(plans[3])

@@ -41,6 +41,8 @@ from gyre.core.errors import SnapshotError
 from gyre.models.load import load_hub, verify_export
 from gyre.models.verify import verify_runs
 from gyre.planner.layouts import Layout, frozen_bytes, state_bytes
+from gyre.planner.memory import predict_components
+from gyre.planner.plan import PlanInputs, Shards
 from gyre.planner.shapes import model_numbers
 from gyre.planner.speed import sent_bytes
 
@@ -364,6 +366,13 @@ def test_the_plan_is_what_the_ledger_and_the_tensors_say(ranks, layout):
     model, planned = model_numbers(SPEC), planned_layout(layout)
     expected = state_bytes(model, "bfloat16", planned)
     expected |= {name: frozen_bytes(model, "bfloat16", planned) for name in ("reference", "reward")}
+    shards = dict.fromkeys(("actor", "reference", "reward"), Shards(zero=planned.zero, ranks=planned.shard_ranks))
+    inputs = PlanInputs(
+        model=model, objective="grpo", online=False, prompts_per_step=4, completions_per_prompt=1, max_prompt_tokens=32,
+        max_completion_tokens=0, reference=True, reward_model=model, ranks=4, shards=shards,
+    )  # fmt: skip
+    components = predict_components(inputs, dtype="bfloat16", page_tokens=16, kv_pages=0)
+    assert {component.name: component.size_bytes for component in components} == expected, "what a run is planned by"
     head_bytes = 4 * SPEC.hidden_size  # the reward model's, float32, which the plan does not count
     for told, alive in ranks.run(alive_bytes, "grpo", dtype="bfloat16", layout=layout):
         assert sum(told.values()) == pytest.approx(alive, abs=1024), "a tensor that no component has, or the reverse"

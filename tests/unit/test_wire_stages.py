@@ -16,10 +16,12 @@ from test_data_sources import Events, write_jsonl
 from gyre.core.errors import ConfigError
 from gyre.loop.evaluate import Outcome
 from gyre.observe.events import is_counted
+from gyre.parallel.config import ParallelConfig
+from gyre.planner.plan import Shards
 from gyre.runconfig import RunConfig, parse_run_config
 from gyre.wire import commands
 from gyre.wire.make import Machine, check_invariant
-from gyre.wire.stages import load_stage_data, plan_stages
+from gyre.wire.stages import expected_ranks, lie_over, load_stage_data, plan_run, plan_stages
 
 ROWS = [{"prompt": f"p{i}", "response": f"r{i}", "chosen": f"good{i}", "rejected": f"bad{i}"} for i in range(40)]
 
@@ -158,3 +160,23 @@ def test_answers_that_evaluation_cannot_have_are_refused_by_their_own_key(tmp_pa
         f"eval.max_tokens = {room + 1}" in caught.value.message and f"{CONTEXT_TOKENS} tokens" in caught.value.message
     )
     assert f"at most {room}" in caught.value.hint
+
+
+def test_each_rank_is_planned_for_with_its_part_of_the_states(tmp_path):
+    """The engine beside shards has weights of its own; whole ones are shared with it."""
+    components = {}
+    for zero in (1, 3):
+        config = online(tmp_path, parallel={"zero": zero}, run={"device": "cpu"})
+        (stage,), data, spec = plan_stages(config, "all"), load_online(config), trainer_cases.SPEC
+        plan = plan_run(config, stage, spec, data, dtype="float32", folder=tmp_path, ranks=4)
+        components[zero] = {component.name: component.size_bytes for component in plan.components}
+    count = trainer_cases.SPEC.num_parameters
+    assert components[1].get("engine.weights") is None and components[1]["actor.params"] == 4 * count
+    assert components[3]["engine.weights"] == 4 * count and components[3]["actor.params"] == -(-count // 4) * 4
+    assert components[1]["actor.optimizer"] == components[3]["actor.optimizer"] == -(-count // 4) * 8
+    lie = lie_over(ParallelConfig.model_validate({"zero": 3, "shard_ranks": 2, "critic": {"zero": 0}}), 4)
+    assert (lie["actor"], lie["critic"]) == (Shards(zero=3, ranks=2), Shards())
+    assert lie_over(ParallelConfig(zero=3), 1)["actor"] == Shards()
+    told = {"kind": "ray", "num_workers": 8}
+    for cluster, ranks in ((told, 8), ({"kind": "ray"}, 2), ({}, 1)):
+        assert expected_ranks(online(tmp_path, cluster=cluster, parallel={"zero": 3, "shard_ranks": 2})) == ranks

@@ -23,13 +23,22 @@ from gyre.planner.activations import (
     layer_backward_bytes,
     saved_bytes,
 )
-from gyre.planner.layouts import Layout, device_staging_bytes, host_staging_bytes
-from gyre.planner.plan import ComponentPlan, DeviceKind, Dtype, ModelNumbers, PlanInputs, Saving
+from gyre.planner.layouts import (
+    Layout,
+    device_staging_bytes,
+    frozen_bytes,
+    gathered_bytes,
+    host_staging_bytes,
+    layer_group_bytes,
+    state_bytes,
+)
+from gyre.planner.plan import ComponentPlan, DeviceKind, Dtype, ModelNumbers, PlanInputs, Saving, Shards
 from gyre.trainer.cuts import SLOTS
 from gyre.vram.config import Leave
 from gyre.vram.phases import default_needs, leave_tiers, match_name, needing_phases
 
 BRIEF: tuple[Tier, ...] = ("device", "none")  # nothing to keep between steps
+HANDOVER_BYTES = 2 * (256 << 20)  # two buckets, as in weights.gather
 TRUNCATION_ROWS, TRUNCATION_BYTES = 64, 48  # as in engine.truncation: rows at a time, bytes per row and token
 
 
@@ -102,6 +111,8 @@ def working_bytes(
     kept = 0
     if inputs.online and saving in ("triton", "torch_cuda"):
         kept = engine_buffer_bytes(inputs, dtype=dtype, page_tokens=page_tokens, max_running=max_running)
+    score += _gathered_to_score(inputs, dtype)
+    own_weights = 0 if inputs.shared_weights else ITEM_BYTES[dtype] * model.num_parameters
     passing: dict[Phase, int] = {
         "rollout": generate if inputs.online else 0,
         "score": score if inputs.online or inputs.reference else 0,
@@ -113,11 +124,31 @@ def working_bytes(
             saving=saving,
             checkpointing=inputs.checkpointing,
             matmul=inputs.matmul,
-        ),
-        "handover": 0,
+        )
+        + _gathered_to_train(inputs, dtype),
+        "handover": min(HANDOVER_BYTES, 2 * own_weights) if inputs.online else 0,
         "evaluate": generate if inputs.online else score,
     }
     return {phase: size + kept for phase, size in passing.items()}
+
+
+def _gathered_to_train(inputs: PlanInputs, dtype: Dtype) -> int:
+    """Weights and gradients that FSDP2 makes whole for a while; of two models that are trained, one layer at a time."""
+    layouts = [_layout(inputs, owner) for owner in (("actor", "critic") if inputs.critic else ("actor",))]
+    given = inputs.model, dtype
+    groups = [layer_group_bytes(*given, layout, inputs.matmul) for layout in layouts]
+    return max(groups) + sum(gathered_bytes(*given, layout, inputs.matmul) for layout in layouts)
+
+
+def _gathered_to_score(inputs: PlanInputs, dtype: Dtype) -> int:
+    """Of the one model that is asked: what it has whole through the pass, and two layers."""
+    found = [0]
+    for owner in ("actor", "critic", "reference", "reward"):
+        layout, model = _layout(inputs, owner), inputs.reward_model if owner == "reward" else inputs.model
+        if model is not None and layout.zero >= 2:
+            layers = 2 * ITEM_BYTES[dtype] * model.layer_parameters
+            found.append(gathered_bytes(model, dtype, layout, inputs.matmul) + layers)
+    return max(found)
 
 
 def staging_bytes(
@@ -140,9 +171,9 @@ def predict_components(
     if inputs.critic:
         rows += _trained("critic", inputs, dtype, device, keeping)
     if inputs.reference:
-        rows.append(("reference", *_weights(inputs.model, dtype, keeping)))
+        rows.append(("reference", *_frozen(inputs, "reference", inputs.model, dtype, keeping)))
     if inputs.reward_model is not None:
-        rows.append(("reward", *_weights(inputs.reward_model, dtype, keeping)))
+        rows.append(("reward", *_frozen(inputs, "reward", inputs.reward_model, dtype, keeping)))
     if inputs.online:
         if not inputs.shared_weights:
             rows.append(("engine.weights", *_weights(inputs.model, dtype, (*keeping, "none"))))
@@ -159,18 +190,19 @@ def _trained(
 ) -> list[tuple[str, int, tuple[Tier, ...], str]]:
     """Weights that are trained: float32 gradients and moments, and float32 masters beside lower-precision weights; what
     is offloaded, and the places through which it visits the device."""
-    model = inputs.model
-    count = model.num_parameters
+    model, layout = inputs.model, _layout(inputs, owner)
     away: dict[str, tuple[Tier, ...]] = {"none": keeping, "host": ("host",), "disk": ("disk",)}
     state = away[inputs.offload_optimizer]
-    rows: list[tuple[str, int, tuple[Tier, ...], str]] = [
-        (f"{owner}.params", *_weights(model, dtype, keeping)),
-        (f"{owner}.grads", 4 * count, ("host",) if inputs.offload_gradients else BRIEF, f"{count} × 4 bytes"),
-        (f"{owner}.optimizer", 8 * count, state, f"{count} × 2 moments × 4 bytes"),
-    ]
-    if dtype != "float32":
-        rows.append((f"{owner}.master", 4 * count, state, f"{count} × 4 bytes"))
-    layout = _alone(inputs)
+    tiers = {"params": keeping, "grads": ("host",) if inputs.offload_gradients else BRIEF}
+    item, count = 4 if layout.zero >= 2 else ITEM_BYTES[dtype], model.num_parameters
+    split = f" / {layout.shard_ranks} ranks" if layout.zero else ""
+    each = {"params": f"{item}", "grads": "4", "optimizer": "2 moments × 4", "master": "4"}
+    rows: list[tuple[str, int, tuple[Tier, ...], str]] = []
+    for name, size_bytes in state_bytes(model, dtype, layout, owner).items():
+        kind = name.rpartition(".")[2]
+        whole = kind in tiers and layout.zero < 2
+        formula = f"{count} × {each[kind]} bytes{'' if whole else split}"
+        rows.append((name, size_bytes, tiers.get(kind, state), formula))
     if places := device_staging_bytes(model, dtype, layout, inputs.offload_cut_bytes):
         rows.append((f"{owner}.staging", places, BRIEF, f"{SLOTS} cuts of offloaded state, on the device"))
     beside = host_staging_bytes(model, dtype, layout, inputs.offload_cut_bytes, device=device)
@@ -179,17 +211,27 @@ def _trained(
     return rows
 
 
-def _alone(inputs: PlanInputs) -> Layout:
-    """This device as the only one."""
+def _layout(inputs: PlanInputs, owner: str) -> Layout:
+    """How a model lies over the ranks. One that no rank shares is whole, whatever its ZeRO stage."""
+    shards = inputs.shards.get(owner, Shards())
     return Layout(
-        gpus=1,
-        zero=0,
-        shard_ranks=1,
+        gpus=inputs.ranks,
+        zero=shards.zero if shards.ranks > 1 else 0,
+        shard_ranks=shards.ranks,
         checkpointing=inputs.checkpointing,
         tokens_per_chunk=0,
         offload_optimizer=inputs.offload_optimizer,
         offload_gradients=inputs.offload_gradients,
     )
+
+
+def _frozen(
+    inputs: PlanInputs, owner: str, model: ModelNumbers, dtype: Dtype, tiers: tuple[Tier, ...]
+) -> tuple[int, tuple[Tier, ...], str]:
+    layout = _layout(inputs, owner)
+    split = f" / {layout.shard_ranks} ranks" if layout.zero >= 2 else ""
+    formula = f"{model.num_parameters} × {ITEM_BYTES[dtype]} bytes{split}"
+    return frozen_bytes(model, dtype, layout), tiers, formula
 
 
 def _weights(model: ModelNumbers, dtype: Dtype, tiers: tuple[Tier, ...]) -> tuple[int, tuple[Tier, ...], str]:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from gyre.core.errors import SnapshotError
 from gyre.core.records import Checkpointing, Matmul, Phase, Tier
+from gyre.parallel.config import Zero
 from gyre.vram.config import Leave, Residency
 
 DeviceKind = Literal["cpu", "cuda"]
@@ -86,6 +87,14 @@ class ModelNumbers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Shards:
+    """How one model lies over the trainer's ranks."""
+
+    zero: Zero = 0
+    ranks: int = 1  # that share one copy of what is sharded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanInputs:
     """What the user wrote, as numbers. None means: decide."""
 
@@ -123,7 +132,8 @@ class PlanInputs:
     disk_budget_bytes: int | None = None
     disk_tier: bool = False
     leave: Mapping[str, Leave] = field(default_factory=dict)
-    ranks: int = 1  # that share the work of a snapshot
+    ranks: int = 1  # that train together
+    shards: Mapping[str, Shards] = field(default_factory=dict)  # of "actor", "critic", "reference", "reward"
     snapshot_background: bool = False  # it is staged in host memory, which stays taken
     reference_average: bool = False  # a moving average in float32 beside the reference
 

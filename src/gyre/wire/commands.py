@@ -32,7 +32,7 @@ from gyre.wire.make import (
 )
 from gyre.wire.order import Order, read_order
 from gyre.wire.run import Run
-from gyre.wire.stages import check_answers_fit, load_problems, plan_run, take_held_out
+from gyre.wire.stages import check_answers_fit, expected_ranks, load_problems, plan_run, take_held_out
 
 
 def train(
@@ -139,7 +139,13 @@ def plan(config: RunConfig) -> dict[str, Any]:
     plans = {}
     for stage, data in stages:
         made = plan_run(
-            config, stage, spec, data, dtype=dtype_name(machine), folder=Path(config.run.folder) / config.run.name
+            config,
+            stage,
+            spec,
+            data,
+            dtype=dtype_name(machine),
+            folder=Path(config.run.folder) / config.run.name,
+            ranks=expected_ranks(config),
         )
         check_invariant(config, stage, spec, machine, made.page_tokens)
         plans[stage.name] = made

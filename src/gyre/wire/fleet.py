@@ -108,6 +108,10 @@ class Spread:
     def share(self) -> int:
         return self._fleet.share
 
+    @property
+    def ranks(self) -> int:
+        return self._fleet.num_workers
+
     async def open(self, tokenizer: Tokenizer) -> Facts:
         """Start the ranks; each makes the model, without its weights."""
         facts = make_facts(self._config, tokenizer)

@@ -51,6 +51,11 @@ class Placement(Protocol):
         """Into how many parts the memory and cores of one machine are cut."""
         ...
 
+    @property
+    def ranks(self) -> int:
+        """How many train together, on all machines."""
+        ...
+
     async def open(self, tokenizer: Tokenizer) -> Facts | Policy:
         """Make the model, without its weights; say what it is."""
         ...
@@ -79,7 +84,7 @@ class Placement(Protocol):
 class Inline:
     """All in this process."""
 
-    share = 1
+    share = ranks = 1
 
     def __init__(self, config: RunConfig, folder: Path, machine: Machine, emit: Emit) -> None:
         self._config, self._folder, self._machine, self._emit = config, folder, machine, emit

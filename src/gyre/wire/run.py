@@ -210,7 +210,16 @@ class Run:
             pages = Plan.from_json(path.read_text(encoding="utf-8")).kv_pages
             config = config.model_copy(update={"engine": config.engine.model_copy(update={"num_pages": pages})})
         dtype = dtype_name(self._machine)
-        plan = plan_run(config, stage, policy.spec, data, dtype=dtype, folder=self._folder, share=self._placement.share)
+        plan = plan_run(
+            config,
+            stage,
+            policy.spec,
+            data,
+            dtype=dtype,
+            folder=self._folder,
+            share=self._placement.share,
+            ranks=self._placement.ranks,
+        )
         check_invariant(config, stage, policy.spec, self._machine, plan.page_tokens)
         aside = path.with_suffix(".partial")
         aside.write_text(plan.to_json(), encoding="utf-8")

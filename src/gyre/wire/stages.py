@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from gyre.core.contracts import PromptSource
 from gyre.core.errors import ConfigError
@@ -28,9 +28,11 @@ from gyre.objectives.config import (
     needs_rollouts,
     trains_scores,
 )
+from gyre.parallel.config import ParallelConfig
+from gyre.parallel.mesh import shard_size
 from gyre.planner.decide import make_plan
 from gyre.planner.hardware import read_hardware
-from gyre.planner.plan import Dtype, Hardware, ModelNumbers, Plan, PlanInputs
+from gyre.planner.plan import Dtype, Hardware, ModelNumbers, Plan, PlanInputs, Shards
 from gyre.planner.shapes import model_numbers
 from gyre.runconfig import RunConfig
 from gyre.text.tokenizer import Tokenizer
@@ -39,6 +41,7 @@ from gyre.wire.order import COLD_START, MAIN
 
 Emit = Callable[..., None]
 Record = TypeVar("Record")
+MODELS: tuple[Literal["actor", "critic", "reference", "reward"], ...] = ("actor", "critic", "reference", "reward")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,13 +207,40 @@ def _longest(sequences: Sequence[TrainSequence], prompts: Sequence[Prompt], conf
 
 
 def plan_run(
-    config: RunConfig, stage: Stage, spec: ModelSpec, data: StageData, *, dtype: Dtype, folder: Path, share: int = 1
+    config: RunConfig,
+    stage: Stage,
+    spec: ModelSpec,
+    data: StageData,
+    *,
+    dtype: Dtype,
+    folder: Path,
+    share: int = 1,
+    ranks: int = 1,
 ) -> Plan:
     """Decide what the config left open, for one stage. After it nothing is "auto". `share` devices share this machine,
-    and the plan is for each of them."""
+    and the plan is for each of them; `ranks` train together, each with its part of the states."""
     disk = folder / config.memory.disk_folder if config.memory.disk_folder else None
     inputs = read_inputs(config, stage, model_numbers(spec), data, dtype=dtype)
-    return make_plan(replace(inputs, ranks=share), cut_hardware(read_hardware(disk), share))
+    shards = lie_over(config.parallel, ranks)
+    inputs = replace(inputs, ranks=ranks, shards=shards, shared_weights=shards["actor"].zero < 2)
+    return make_plan(inputs, cut_hardware(read_hardware(disk), share))
+
+
+def expected_ranks(config: RunConfig) -> int:
+    """That will train together, as far as the config says: without a number, as few as its shards ask for."""
+    if config.cluster.kind == "inline":
+        return 1
+    return config.cluster.num_workers or max(1, *(config.parallel.of(model)[1] for model in MODELS))
+
+
+def lie_over(parallel: ParallelConfig, ranks: int) -> dict[str, Shards]:
+    """How each model lies over the ranks. ConfigError if copies would not be whole."""
+    found = {}
+    for model in MODELS:
+        zero, shard_ranks = parallel.of(model)
+        size = shard_size(ranks, shard_ranks) if zero else 1
+        found[model] = Shards(zero=zero, ranks=size) if size > 1 else Shards()
+    return found
 
 
 def read_inputs(
