@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import math
@@ -112,6 +113,23 @@ def test_a_step_that_ends_badly_leaves_its_trace(tmp_path: Path) -> None:
         raise KeyboardInterrupt
     assert events == ["trace.written"] and (tmp_path / "step-1.trace.json.gz").is_file()
     assert len(signs) >= 3, "what a trace takes after its step is no hang"
+
+
+def test_a_trace_is_written_when_no_other_rank_waits_for_this_one(tmp_path: Path, monkeypatch) -> None:
+    """The export holds Python's lock, so that a rank inside an operation would take this one for dead."""
+    events: list = []
+    trainer = make_trainer("sft", trace_steps=(1,), trace_folder=tmp_path, events=events)
+    guard = trainer._group.guard
+
+    @contextlib.contextmanager
+    def noted(what: str):
+        with guard(what):
+            yield
+        events.append((f"end of {what}", {}))
+
+    monkeypatch.setattr(trainer._group, "guard", noted)
+    trainer.step_now(make_batch(4, step=1))
+    assert [name for name, _ in events] == ["end of step 1", "trace.written"]
 
 
 def test_a_full_disk_costs_the_trace_and_not_the_step(tmp_path: Path) -> None:

@@ -302,8 +302,9 @@ class NativeTrainer:
     def step_now(self, batch: TrainBatch) -> StepReport:
         """The body of `step`."""
         self._assert_filled()
-        with self._group.guard(f"step {batch.step}"):
-            with self._tracer.around(batch.step), self._meter.working():
+        # The trace lies around the rest: while it is written no other rank waits for this one.
+        with self._tracer.around(batch.step), self._group.guard(f"step {batch.step}"):
+            with self._meter.working():
                 started_s = time.perf_counter()
                 report = self._step(batch)
                 step_s = time.perf_counter() - started_s
