@@ -301,7 +301,7 @@ def test_explanation_names_each_number_and_owner() -> None:
     assert "\x1b" not in text
 
 
-@pytest.mark.parametrize("columns", [60, 80, 120])
+@pytest.mark.parametrize("columns", [72, 80, 120])
 def test_tables_keep_to_the_columns(columns: int) -> None:
     plan = make_plan(ask(), LAPTOP)
     narrow, wide = explain(plan, columns), explain(plan, 400)

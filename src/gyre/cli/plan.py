@@ -13,7 +13,7 @@ from gyre.core.errors import ConfigError
 from gyre.runconfig import load_run_config
 
 SHAPE_ONLY = ("sequence_tokens", "update_tokens")  # a config says these itself
-FOLDED, UNFOLDED = 60, 120  # columns: no text is folded below the first; the second where there is no terminal
+FOLDED, UNFOLDED = 72, 120  # columns: no text is folded below the first; the second where there is no terminal
 
 
 def run_plan(config: Path | None, overrides: list[str], *, options: Mapping[str, Any], quiet: bool) -> dict[str, Any]:
