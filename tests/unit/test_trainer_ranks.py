@@ -366,7 +366,8 @@ def test_the_plan_is_what_the_ledger_and_the_tensors_say(ranks, layout):
     model, planned = model_numbers(SPEC), planned_layout(layout)
     expected = state_bytes(model, "bfloat16", planned)
     expected |= {name: frozen_bytes(model, "bfloat16", planned) for name in ("reference", "reward")}
-    shards = dict.fromkeys(("actor", "reference", "reward"), Shards(zero=planned.zero, ranks=planned.shard_ranks))
+    own = Shards(zero=planned.zero, ranks=planned.shard_ranks)
+    shards = {"actor": own, "reference": own, "reward": own}
     inputs = PlanInputs(
         model=model, objective="grpo", online=False, prompts_per_step=4, completions_per_prompt=1, max_prompt_tokens=32,
         max_completion_tokens=0, reference=True, reward_model=model, ranks=4, shards=shards,
