@@ -31,7 +31,7 @@ observe_run = load(HERE.parent / "unit" / "observe_run.py")
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not chromium.CHROMIUM.exists(), reason="needs the package chromium; make test-all installs it"),
+    pytest.mark.skipif(not chromium.CHROMIUM.exists(), reason="needs the Debian package chromium"),
 ]
 
 # Texts of one plot that touch each other, texts that leave the plot, and boxes that hold more than they show.

@@ -70,6 +70,8 @@ def test_an_unknown_command_or_option_is_refused():
         (("train", "nowhere.toml"), "config", "cannot read nowhere.toml"),
         (("train", "--resume", "nowhere"), "snapshot", "no run folder"),
         (("plan", "nowhere.toml"), "config", "cannot read nowhere.toml"),
+        (("plan", "--gpus", "8"), "config", "--gpu is missing"),
+        (("plan", "--shape", "qwen3-8b", "--gpu", "h200", "--set", "a.b=1"), "config", "key of RUN.toml, and none"),
         (("eval", "nowhere"), "input", "neither a run folder nor a model folder"),
         (("chat", "nowhere", "--prompt", "1+1="), "input", "neither a run folder nor a model folder"),
         (("report", "nowhere"), "input", "no run folder"),
@@ -97,6 +99,19 @@ def test_a_bad_config_is_refused_before_anything_is_made(tmp_path, monkeypatch):
     result = invoke("train", "run.toml", "--set", "trainer.steps=many", "--json")
     assert "trainer.steps = 'many': need a whole number" in error_of(result)["message"]
     assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
+
+
+@pytest.mark.parametrize("option", ["--sequence-tokens", "--update-tokens"])
+def test_a_plan_takes_lengths_from_its_config(tmp_path, monkeypatch, option):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(SUM + '[objective]\nkind = "sft"\n')
+    result = invoke("plan", "run.toml", "--gpu", "h200", option, "64", "--json")
+    assert result.exit_code == 2 and f"{option} is for a shape without RUN.toml" in error_of(result)["message"]
+
+
+def test_the_help_of_each_command_is_whole_on_eighty_columns():
+    listed = invoke("--help").output.partition("Commands:")[2]
+    assert "train" in listed and "..." not in listed
 
 
 def test_a_fault_keeps_its_exit_code_through_the_process():

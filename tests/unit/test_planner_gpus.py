@@ -27,6 +27,7 @@ DRIVER_NAMES = {  # as torch.cuda.get_device_name tells them
     "NVIDIA A10G": "a10g",
     "NVIDIA GeForce RTX 4090": "rtx-4090",
     "Tesla V100-SXM2-32GB": "v100-32g",
+    "Tesla T4": "t4",
 }
 OTHERS = ["NVIDIA H200 NVL", "NVIDIA H100 NVL", "NVIDIA H200 MIG 1g.18gb", "NVIDIA GeForce RTX 4090 Laptop GPU",
           "NVIDIA GeForce RTX 4090 D", "NVIDIA A800-SXM4-80GB", "AMD Instinct MI300X", "cpu", ""]  # fmt: skip

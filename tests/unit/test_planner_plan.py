@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gyre.core.errors import ConfigError, GyreError, MemoryBudgetError, SnapshotError
 from gyre.planner.decide import make_plan
-from gyre.planner.explain import explain
+from gyre.planner.explain import explain, wide_table
 from gyre.planner.hardware import read_hardware
 from gyre.planner.plan import Hardware, ModelNumbers, Plan, PlanInputs, Sizes
 from gyre.planner.sizes import derive
@@ -299,6 +299,31 @@ def test_explanation_names_each_number_and_owner() -> None:
     head = next(line for line in text.splitlines() if line.split()[:2] == ["owner", "start"])
     assert head.split() == ["owner", "start", *RING]
     assert "\x1b" not in text
+
+
+@pytest.mark.parametrize("columns", [72, 80, 120])
+def test_tables_keep_to_the_columns(columns: int) -> None:
+    plan = make_plan(ask(), LAPTOP)
+    narrow, wide = explain(plan, columns), explain(plan, 400)
+    assert max(map(len, narrow.splitlines())) <= columns
+    said = [{word for word in text.split() if "─" not in word} for text in (narrow, wide)]
+    assert said[0] == said[1], "folding drops nothing"
+    phases = [line.split() for line in narrow.splitlines() if line.split()[:1] == ["owner"]]
+    assert [name for head in phases for name in head[1:]] == ["start", *RING]
+    assert all(head[0] == "owner" for head in phases)
+
+
+def test_a_cut_table_leaves_out_empty_rows() -> None:
+    rows = [("a", "1 GiB", "–"), ("b", "–", "2 GiB"), ("c", "3 GiB", "4 GiB")]
+    head = ("for", "first", "second")
+    assert wide_table(head, rows, 80).splitlines()[2:] == [
+        "  a    1 GiB  –",
+        "  b    –      2 GiB",
+        "  c    3 GiB  4 GiB",
+    ]
+    first, second = wide_table(head, rows, 14).split("\n\n")
+    assert [line.split()[0] for line in first.splitlines()[2:]] == ["a", "c"]
+    assert [line.split()[0] for line in second.splitlines()[2:]] == ["b", "c"]
 
 
 def test_a_plan_of_another_version_is_refused() -> None:

@@ -67,7 +67,9 @@ def _hardware() -> list[Finding]:
 def _torch() -> list[Finding]:
     import torch
 
-    found = [Finding(what="torch", verdict="ok", detail=f"{torch.__version__}, {torch.get_num_threads()} threads")]
+    threads = torch.get_num_threads()
+    counted = f"{threads} thread{'s' if threads > 1 else ''}"
+    found = [Finding(what="torch", verdict="ok", detail=f"{torch.__version__}, {counted}")]
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             free, total = torch.cuda.mem_get_info(index)

@@ -62,7 +62,9 @@ def plan(
     shard_ranks: Annotated[int | None, typer.Option(min=1, help="Ranks that split the states; left out: best.")] = None,
     json: AsJson = False,
 ) -> None:
-    """Print sizes, batch numbers and the memory plan of a config, here or on GPUs by name. Starts nothing."""
+    """Print sizes and memory of a config, here or on named GPUs.
+
+    Nothing is started."""
     from gyre.cli.plan import run_plan
 
     given = {
@@ -109,7 +111,7 @@ def chat(
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, finished or not.")], json: AsJson = False
 ) -> None:
-    """Write RUN/report.html: curves, phases, memory, rollouts, everything counted."""
+    """Write RUN/report.html: curves, phases, memory, rollouts, counts."""
     from gyre.cli.report import run_report
 
     answer(lambda: run_report(run, quiet=json), as_json=json)

@@ -3,6 +3,7 @@ started. Caller: cli.main."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,33 @@ from gyre.cli.loading import loading
 from gyre.core.errors import ConfigError
 from gyre.runconfig import load_run_config
 
+SHAPE_ONLY = ("sequence_tokens", "update_tokens")  # a config says these itself
+FOLDED, UNFOLDED = 72, 120  # columns: no text is folded below the first; the second where there is no terminal
+
 
 def run_plan(config: Path | None, overrides: list[str], *, options: Mapping[str, Any], quiet: bool) -> dict[str, Any]:
     """`options` are those of the command that were given, by the names of wire.clusters.Request."""
     settings = load_run_config(config, overrides) if config is not None else None  # refused before torch is loaded
-    if not options and settings is None:
+    check_options(config, overrides, options)
+    with loading():
+        from gyre.wire.clusters import Request
+        from gyre.wire.commands import plan, plan_for_gpus
+
+    columns = max(FOLDED, shutil.get_terminal_size((UNFOLDED, 24)).columns)
+    if options:
+        result = plan_for_gpus(settings, Request(**{"gpus": 1, "columns": columns, **options}))
+    else:
+        assert settings is not None
+        result = plan(settings, columns=columns)
+    text = result.pop("text")
+    if not quiet:
+        print(text)
+    return result
+
+
+def check_options(config: Path | None, overrides: list[str], options: Mapping[str, Any]) -> None:
+    """Refuse what would say nothing: no option is passed over."""
+    if not options and config is None:
         raise ConfigError(
             "gyre plan needs RUN.toml, or --shape with --gpu", hint="gyre plan --shape qwen3-8b --gpu h200"
         )
@@ -24,16 +47,15 @@ def run_plan(config: Path | None, overrides: list[str], *, options: Mapping[str,
             f"--{next(iter(options)).replace('_', '-')} is about GPUs that are named: --gpu is missing",
             hint="for example --gpus 8 --gpu h200; without these the plan is for this machine",
         )
-    with loading():
-        from gyre.wire.clusters import Request
-        from gyre.wire.commands import plan, plan_for_gpus
-
-    if options:
-        result = plan_for_gpus(settings, Request(**{"gpus": 1, **options}))
-    else:
-        assert settings is not None
-        result = plan(settings)
-    text = result.pop("text")
-    if not quiet:
-        print(text)
-    return result
+    if config is None and overrides:
+        raise ConfigError(
+            f"--set {overrides[0]} changes a key of RUN.toml, and none is given",
+            hint="give RUN.toml beside --shape, which takes the place of its model",
+        )
+    given = [name for name in SHAPE_ONLY if name in options]
+    if config is not None and given:
+        raise ConfigError(
+            f"--{given[0].replace('_', '-')} is for a shape without RUN.toml: {config} says how long sequences and "
+            "updates are",
+            hint="leave it out, or leave RUN.toml out",
+        )

@@ -216,9 +216,12 @@ def _snapshots(settings: Settings) -> Line:
     built = settings.features["asynchronous snapshots"]
     every = settings.snapshot_every_steps
     when = f"every {every} steps" if every else "at the end of each stage"
-    how = "written while training goes on" if settings.snapshot_in_background else "training waits for the disk"
-    reason = f"{when}, each rank writes its part, checksummed and read back, {how}"
-    state: State = "on" if settings.snapshot_in_background else "off"
+    how = f"{when} each rank writes its part, checksummed and read back"
+    aside = settings.snapshot_in_background
+    reason = (
+        f"{how}, while training goes on" if aside else f"training waits for it (snapshot.background = false); {how}"
+    )
+    state: State = "on" if aside else "off"
     return Line(name="Checkpointing", state=state if built else "not built", reason=reason)
 
 

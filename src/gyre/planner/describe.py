@@ -12,16 +12,14 @@ from typing import Any
 
 from gyre.planner.candidates import Candidate
 from gyre.planner.checklist import Line
-from gyre.planner.explain import table
+from gyre.planner.explain import COLUMNS, NOTHING, table, wide_table
 from gyre.planner.moments import device_bytes_of
 from gyre.planner.search import Choice
 from gyre.planner.speed import FP8_GAIN, chunks_per_update, sent_bytes
 from gyre.vram.refusals import words
 
-COLUMNS = 118
 
-
-def describe(choice: Choice, training: Sequence[Line], inference: Sequence[Line]) -> str:
+def describe(choice: Choice, training: Sequence[Line], inference: Sequence[Line], columns: int = COLUMNS) -> str:
     """The whole choice for people."""
     cluster, best = choice.cluster, choice.best
     head = (
@@ -29,12 +27,13 @@ def describe(choice: Choice, training: Sequence[Line], inference: Sequence[Line]
         f"  needs {words(best.device_bytes)} of {words(cluster.device_budget_bytes)} per GPU "
         f"(92% of {words(cluster.gpu.device_bytes)}), at moment '{best.peak.name}'"
     )
+    moments = ("for", *(moment.name for moment in best.moments))
     parts = [
-        ("Memory per GPU by moment", table(("for", *(m.name for m in best.moments)), _moment_rows(choice))),
-        ("Time of one update, predicted", table(("what", "seconds", "why"), _time_rows(choice))),
-        ("Why this layout", "\n".join(f"  - {reason}" for reason in reasons(choice))),
-        ("Training checklist", _checklist(training)),
-        ("Inference checklist", _checklist(inference)),
+        ("Memory per GPU by moment", wide_table(moments, _moment_rows(choice), columns)),
+        ("Time of one update, predicted", table(("what", "seconds", "why"), _time_rows(choice), columns)),
+        ("Why this layout", "\n".join(_fold(reason, columns, "  - ", "    ") for reason in reasons(choice))),
+        ("Training checklist", _checklist(training, columns)),
+        ("Inference checklist", _checklist(inference, columns)),
     ]
     return head + "\n\n" + "\n\n".join(f"{title}\n{text}" for title, text in parts) + "\n"
 
@@ -89,7 +88,7 @@ def _took(candidate: Candidate, choice: Choice) -> str:
 def _moment_rows(choice: Choice) -> list[tuple[str, ...]]:
     moments, layout = choice.best.moments, choice.best.layout
     names = list(dict.fromkeys(name for moment in moments for name in moment.parts))
-    rows = [(name, *(words(m.parts[name]) if name in m.parts else "–" for m in moments)) for name in names]
+    rows = [(name, *(words(m.parts[name]) if name in m.parts else NOTHING for m in moments)) for name in names]
     rows.append(("allocated", *(words(moment.allocated_bytes) for moment in moments)))
     rows.append(("with allocator and context", *(words(device_bytes_of(moment, layout)) for moment in moments)))
     return rows
@@ -100,9 +99,10 @@ def _time_rows(choice: Choice) -> list[tuple[str, ...]]:
     time, layout = best.time, best.layout
     sent = ", ".join(f"{name} {words(size)}" for name, size in sent_bytes(job, layout).items()) or "nothing is sent"
     sheet, fp8 = gpu.bf16_flops or gpu.fp16_flops, f", FP8 products × {FP8_GAIN}" if job.matmul == "fp8" else ""
+    chunks = chunks_per_update(job, layout)
+    pieces = f"{chunks} chunk{'s' if chunks > 1 else ''}"
     rows = [
-        ("compute", time.compute_s, f"{gpu.training_share:.0%} of {sheet / 1e12:.0f} TFLOP/s{fp8}; "
-         f"{chunks_per_update(job, layout)} chunks"),
+        ("compute", time.compute_s, f"{gpu.training_share:.0%} of {sheet / 1e12:.0f} TFLOP/s{fp8}; {pieces}"),
         ("computed again", time.again_s, "checkpointing, and logits by blocks"),
         ("exposed communication", time.exposed_s, f"of {time.traffic_s:.3f} s: {sent}"),
         ("optimiser and gradient sums", time.memory_s, "bound by device memory"),
@@ -112,18 +112,14 @@ def _time_rows(choice: Choice) -> list[tuple[str, ...]]:
     return [(name, f"{seconds:.3f}", why) for name, seconds, why in rows if seconds]
 
 
-def _checklist(lines: Sequence[Line]) -> str:
-    """A state, a name and why, folded at COLUMNS."""
-    indent = " " * (2 + len("not built") + 2)
-    return "\n".join(
-        textwrap.fill(
-            f"{line.name}: {line.reason}",
-            COLUMNS,
-            initial_indent=f"  {line.state:<9}  ",
-            subsequent_indent=indent + "  ",
-        )
-        for line in lines
-    )
+def _checklist(lines: Sequence[Line], columns: int) -> str:
+    """A state, a name and why."""
+    indent = " " * (2 + len("not built") + 2 + 2)
+    return "\n".join(_fold(f"{line.name}: {line.reason}", columns, f"  {line.state:<9}  ", indent) for line in lines)
+
+
+def _fold(text: str, columns: int, first: str, indent: str) -> str:
+    return textwrap.fill(text, columns, initial_indent=first, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def _candidate(choice: Choice, candidate: Candidate) -> dict[str, Any]:

@@ -1,25 +1,30 @@
 """Explain: a plan as plain text tables — each number and what forced it, and memory by phase and owner. Pure.
 
-In: Plan. Out: text of at most WIDTH columns where words allow. Callers: `gyre plan`, the start of `gyre train`.
+In: Plan. Out: text of so many columns where words allow. Callers: `gyre plan`, the start of `gyre train`.
 """
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
 from gyre.planner.plan import Plan
 from gyre.vram.refusals import words
 
 WHERE = {"device": "", "host": " (host)", "disk": " (disk)"}
+COLUMNS = 120
+NARROWEST = 20  # columns that a folded cell has at least
+GAP = "  "
+NOTHING = "–"
 
 
-def explain(plan: Plan) -> str:
+def explain(plan: Plan, columns: int = COLUMNS) -> str:
     """The whole plan for people."""
     parts = [
-        ("What runs", table(("name", "value", "why"), _machine_rows(plan))),
-        ("Sizes", table(("name", "value", "unit", "why"), _size_rows(plan))),
-        ("Memory by phase", table(_phase_head(plan), _phase_rows(plan))),
-        ("Components", table(("name", "bytes", "where from", "leaves to"), _component_rows(plan))),
+        ("What runs", table(("name", "value", "why"), _machine_rows(plan), columns)),
+        ("Sizes", table(("name", "value", "unit", "why"), _size_rows(plan), columns)),
+        ("Memory by phase", wide_table(_phase_head(plan), _phase_rows(plan), columns)),
+        ("Components", table(("name", "bytes", "leaves to", "where from"), _component_rows(plan), columns)),
     ]
     text = "\n\n".join(f"{title}\n{table}" for title, table in parts)
     if plan.notes:
@@ -81,7 +86,7 @@ def _phase_rows(plan: Plan) -> list[tuple[str, ...]]:
         for phase in phases:
             held = {"device": phase.device, "host": phase.host, "disk": phase.disk}
             places = [tier for tier, owners in held.items() if component.name in owners]
-            cells.append(words(component.size_bytes) + WHERE[places[0]] if places else "–")
+            cells.append(words(component.size_bytes) + WHERE[places[0]] if places else NOTHING)
         rows.append((component.name, *cells))
     totals = (
         ("working memory", [phase.working_bytes for phase in phases]),
@@ -94,16 +99,52 @@ def _phase_rows(plan: Plan) -> list[tuple[str, ...]]:
 
 def _component_rows(plan: Plan) -> list[tuple[str, ...]]:
     return [
-        (c.name, words(c.size_bytes), c.formula, " or ".join("destroyed" if t == "none" else t for t in c.leave) or "–")
+        (
+            c.name,
+            words(c.size_bytes),
+            " or ".join("destroyed" if t == "none" else t for t in c.leave) or NOTHING,
+            c.formula,
+        )
         for c in plan.components
     ]
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], columns: int = COLUMNS) -> str:
+    """Aligned columns under a rule. What is too wide for `columns` has its last cells folded."""
+    widths = _widths(head, rows)
+    room = columns - sum(len(GAP) + width for width in widths[:-1]) - len(GAP)
+    widths[-1] = min(widths[-1], max(room, NARROWEST))
 
     def line(row: Sequence[str]) -> str:
-        return ("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip()
+        folded = textwrap.wrap(row[-1], widths[-1]) or [""]
+        lines = [(*row[:-1], folded[0]), *((*[""] * (len(row) - 1), more) for more in folded[1:])]
+        return "\n".join(
+            (GAP + GAP.join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))).rstrip()
+            for cells in lines
+        )
 
-    rule = "  " + "  ".join("─" * width for width in widths)
+    rule = GAP + GAP.join("─" * width for width in widths)
     return "\n".join([line(head), rule, *(line(row) for row in rows)])
+
+
+def wide_table(head: Sequence[str], rows: Sequence[Sequence[str]], columns: int = COLUMNS) -> str:
+    """A table of sizes, cut into several below each other where it is wider than `columns`. Each begins with the first
+    column and leaves out rows in which it has nothing."""
+    name, *widths = _widths(head, rows)
+    cuts, used = [1], len(GAP) + name
+    for place, width in enumerate(widths, 1):
+        if used + len(GAP) + width > columns and place > cuts[-1]:
+            cuts.append(place)
+            used = len(GAP) + name
+        used += len(GAP) + width
+    if len(cuts) == 1:
+        return table(head, rows, columns)
+    tables = []
+    for start, stop in zip(cuts, [*cuts[1:], len(head)], strict=True):
+        held = [(row[0], *row[start:stop]) for row in rows if {*row[start:stop]} != {NOTHING}]
+        tables.append(table((head[0], *head[start:stop]), held, columns))
+    return "\n\n".join(tables)
+
+
+def _widths(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
+    return [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]

@@ -109,14 +109,7 @@ class NativeTrainer:
         self._group = group or alone(decoder.device)
         device = self._group.device
         assert device.type != "meta", "a trainer of a blank model is told its device by the group"
-        if (reason := why_torch(device, decoder.dtype)) is not None:
-            emit("trainer.torch_kernels", reason=reason)
-        if (instructions := c_instructions(device, decoder.dtype)) is not None:
-            emit("trainer.c_kernels", instructions=instructions)
-        if device.type == "cuda" and decoder.dtype in CUDA_DTYPES:
-            spec = decoder.spec
-            shared_by = spec.num_heads // spec.num_kv_heads
-            emit("trainer.attention_kernel", **flash.choice(device, decoder.dtype, shared_by, spec.head_dim))
+        self._tell_kernels(decoder)
         if trains_scores(objective) and head is None:
             head = ScalarHead(decoder.spec.hidden_size, device=device)
         assert head is None or trains_scores(objective), f"objective {objective.kind} trains no scalar head"
@@ -154,6 +147,17 @@ class NativeTrainer:
             group=self._group,
             meter=self._meter,
         )
+
+    def _tell_kernels(self, decoder: Decoder) -> None:
+        """Whose kernels a pass takes, and why."""
+        device, dtype, spec = self._group.device, decoder.dtype, decoder.spec
+        if (reason := why_torch(device, dtype)) is not None:
+            self._emit("trainer.torch_kernels", reason=reason)
+        if (instructions := c_instructions(device, dtype)) is not None:
+            self._emit("trainer.c_kernels", instructions=instructions)
+        if device.type == "cuda" and dtype in CUDA_DTYPES:
+            shared_by = spec.num_heads // spec.num_kv_heads
+            self._emit("trainer.attention_kernel", **flash.choice(device, dtype, shared_by, spec.head_dim))
 
     def _start(
         self,

@@ -18,6 +18,7 @@ from gyre.parallel.config import Zero
 from gyre.planner.candidates import Cluster, Fixed
 from gyre.planner.checklist import Settings, inference_lines, training_lines
 from gyre.planner.describe import as_mapping, describe
+from gyre.planner.explain import COLUMNS
 from gyre.planner.features import built_features
 from gyre.planner.gpus import Gpu, find_gpu
 from gyre.planner.memory import ITEM_BYTES, engine_buffer_bytes, engine_bytes
@@ -47,6 +48,7 @@ class Request:
     update_tokens: int = 524_288  # without a config: tokens of an optimiser update, over all GPUs
     zero: Zero | None = None
     shard_ranks: int | None = None
+    columns: int = COLUMNS  # of the text
 
     def cluster(self) -> Cluster:
         if self.gpus < 1:
@@ -93,7 +95,7 @@ def plan_shape(request: Request) -> dict[str, Any]:
     settings = _settings(EngineConfig(), SnapshotConfig(), ClusterConfig(), cluster, completions_per_prompt=1)
     fixed = Fixed(zero=request.zero, shard_ranks=request.shard_ranks)
     notes = [stretched] if longest > published else []
-    return _answer({request.shape: (choose(job, cluster, fixed), settings)}, spec, notes)
+    return _answer({request.shape: (choose(job, cluster, fixed), settings)}, spec, request.columns, notes)
 
 
 def plan_stages_for(
@@ -112,7 +114,7 @@ def plan_stages_for(
         check_matmul(inputs, cluster.gpu)
         fixed = fixed_by(config, request)
         found[stage.name] = choose(make_job(inputs, dtype, cluster), cluster, fixed), settings
-    return _answer(found, spec)
+    return _answer(found, spec, request.columns)
 
 
 def fixed_by(config: RunConfig, request: Request) -> Fixed:
@@ -216,11 +218,13 @@ def _settings(
     )
 
 
-def _answer(found: dict[str, tuple[Choice, Settings]], spec: ModelSpec, notes: Sequence[str] = ()) -> dict[str, Any]:
+def _answer(
+    found: dict[str, tuple[Choice, Settings]], spec: ModelSpec, columns: int, notes: Sequence[str] = ()
+) -> dict[str, Any]:
     texts, stages = [f"note: {note}\n" for note in notes], {}
     for name, (choice, settings) in found.items():
         training, inference = training_lines(choice, settings), inference_lines(choice, settings)
-        texts.append(f"== {name} ==\n\n{describe(choice, training, inference)}")
+        texts.append(f"== {name} ==\n\n{describe(choice, training, inference, columns)}")
         stages[name] = as_mapping(choice, training, inference)
     return {
         "text": "\n".join(texts),

@@ -131,8 +131,9 @@ def evaluate(model: Path, config: RunConfig, *, num_problems: int) -> dict[str, 
     }
 
 
-def plan(config: RunConfig) -> dict[str, Any]:
-    """Sizes, batch numbers and memory of each stage, as text and as JSON. Starts nothing; reads data and tokenizer."""
+def plan(config: RunConfig, *, columns: int) -> dict[str, Any]:
+    """Sizes, batch numbers and memory of each stage, as text of so many columns and as JSON. Starts nothing; reads data
+    and tokenizer."""
     machine = make_machine(config)
     machine.compute.shutdown()
     spec, stages = read_stages(config)
@@ -144,7 +145,7 @@ def plan(config: RunConfig) -> dict[str, Any]:
         check_invariant(config, stage, spec, machine, made.page_tokens)
         plans[stage.name] = made
     return {
-        "text": "\n".join(f"== {name} ==\n\n{explain(made)}" for name, made in plans.items()),
+        "text": "\n".join(f"== {name} ==\n\n{explain(made, columns)}" for name, made in plans.items()),
         "stages": {name: json.loads(made.to_json()) for name, made in plans.items()},
         "model": {"family": spec.family, "num_parameters": spec.num_parameters},
     }

@@ -82,7 +82,10 @@ def make_machine(config: RunConfig) -> Machine:
     best: DeviceKind = "cuda" if torch.cuda.is_available() else "cpu"
     name = best if config.run.device == "auto" else config.run.device
     if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("run.device = 'cuda': torch sees no CUDA device here", hint="`gyre doctor` says why")
+        raise ConfigError(
+            "run.device = 'cuda': torch sees no CUDA device here",
+            hint="`gyre doctor` says why; `gyre plan RUN.toml --gpu h200` plans for a GPU that is not here",
+        )
     asked = config.run.dtype
     dtype = DTYPES[best_dtype(name, bf16=has_fast_bf16(name)) if asked == "auto" else asked]
     if config.run.threads:
