@@ -14,8 +14,9 @@ from trainer_cases import SPEC, make_batch, make_trainer
 
 from gyre.models.flops import forward_flops
 from gyre.parallel.group import alone
+from gyre.parallel.traffic import Sent
 from gyre.trainer.config import TrainerConfig
-from gyre.trainer.measures import join
+from gyre.trainer.measures import Meter, join
 from gyre.trainer.trace import Tracer, Work, check_whole, summarise, write_trace
 from gyre.trainer.update import Found, Totals
 
@@ -68,6 +69,19 @@ def test_waits_that_one_rank_could_not_time_are_left_out() -> None:
     ranks = [RANKS[0], {**RANKS[1], "wait_s": None}]
     assert "communication_wait_seconds" not in join(ranks, num_tokens=1, peak_flops=None)
     assert "mfu" not in join(ranks, num_tokens=1, peak_flops=None)
+
+
+def test_what_failed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU `take` waits for the last collective, which never ends when its rank is lost."""
+    group, asked = alone(), []
+    monkeypatch.setattr(group.traffic, "take", lambda: asked.append(None) or Sent(bytes_by_kind={"all_reduce": 3}))
+    meter = Meter(group, peak_flops=None)
+    with pytest.raises(ValueError, match="lost"), meter.working():
+        raise ValueError("a rank was lost")
+    assert len(asked) == 1 and not meter._sent and meter._seconds > 0.0
+    with meter.working():
+        pass
+    assert len(asked) == 3 and meter._sent == {"all_reduce": 3}
 
 
 @pytest.mark.parametrize("gaps", [(math.nan, 0.5), (0.5, math.nan), (0.25, 0.5, math.nan, 0.1)])

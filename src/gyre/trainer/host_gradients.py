@@ -12,14 +12,13 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as TooLate
 
 import torch
 from torch import Tensor
 
 from gyre.core.errors import DeadlineError
-from gyre.trainer.lanes import Mark, compute_lane, make_lane, wait_for
+from gyre.trainer.lanes import Mark, compute_lane, make_lane, make_thread, wait_for
 
 
 class HostGradients:
@@ -33,7 +32,7 @@ class HostGradients:
             self._free.put(buffer)
         self._buffer_bytes = min(len(buffer) for buffer in buffers)
         self._lane = make_lane(device)
-        self._adder = ThreadPoolExecutor(1, thread_name_prefix="host-gradients")
+        self._adder = make_thread("host-gradients", device)
         self._failure: BaseException | None = None
         self._is_zero = True
         self.out_bytes, self.waited_s = 0, 0.0  # sent, and waited for by the computation, since last set to 0

@@ -8,6 +8,7 @@ they are made, so the code above is the same.
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import torch
@@ -51,6 +52,15 @@ def make_lane(device: torch.device) -> Lane:
 def compute_lane(device: torch.device) -> Lane:
     """The lane of what the calling thread computes now."""
     return CudaLane(torch.cuda.current_stream(device)) if device.type == "cuda" else HostLane()
+
+
+def make_thread(name: str, device: torch.device) -> ThreadPoolExecutor:
+    """One thread that uses lanes of `device`. A thread begins on the first GPU, and torch goes back to that one after
+    each copy: on a rank of another GPU this would take a context's memory from the first rank."""
+    if device.type != "cuda":
+        return ThreadPoolExecutor(1, thread_name_prefix=name)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return ThreadPoolExecutor(1, thread_name_prefix=name, initializer=torch.cuda.set_device, initargs=(index,))
 
 
 def wait_for(mark: Mark, *, deadline_s: float, what: str) -> None:

@@ -32,17 +32,18 @@ class Meter:
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        """Around a step or an evaluation, which end when the device has ended."""
+        """Around a step or an evaluation, which end when the device has ended. Of one that fails the time alone counts:
+        where a rank was lost, the end of a collective may never come, and must not be waited for."""
         self._group.traffic.take()  # of a snapshot or a hand-over, which are no work of the models
         started_s = time.perf_counter()
         try:
             yield
         finally:
             self._seconds += time.perf_counter() - started_s
-            sent = self._group.traffic.take()
-            for kind, size in sent.bytes_by_kind.items():
-                self._sent[kind] = self._sent.get(kind, 0) + size
-            self._waits_s.append(sent.wait_s)
+        sent = self._group.traffic.take()
+        for kind, size in sent.bytes_by_kind.items():
+            self._sent[kind] = self._sent.get(kind, 0) + size
+        self._waits_s.append(sent.wait_s)
 
     def count(self, spec: ModelSpec, chunks: Sequence[Chunk], *, scalar: bool, backward: bool) -> None:
         """The passes of one model over this rank's chunks; `scalar`: a value per target or a score per sequence."""

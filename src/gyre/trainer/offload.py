@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from gyre.core.errors import DeadlineError, GyreError, SnapshotError
 from gyre.trainer.adamw import Span
 from gyre.trainer.cuts import Cut, plan_cuts
-from gyre.trainer.lanes import Mark, Reached, compute_lane, make_lane, seconds_between, wait_for
+from gyre.trainer.lanes import Mark, Reached, compute_lane, make_lane, make_thread, seconds_between, wait_for
 from gyre.trainer.state_file import StateFile
 
 LOOK_S = 1.0  # between two signs of life while a disk is waited for
@@ -121,8 +121,7 @@ class FileCarrier:
         """`progress` is called while the disk is waited for: that has a deadline of its own."""
         self._file, self._deadline_s, self._progress = file, deadline_s, progress
         self._in, self._out = make_lane(device), make_lane(device)
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="offload-read")
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="offload-write")
+        self._reader, self._writer = make_thread("offload-read", device), make_thread("offload-write", device)
         self._flushed: Future[None] | None = None
 
     def settle(self) -> None:

@@ -68,8 +68,8 @@ class Staging:
             home_N = self._buffer.bytes[start : start + part.size_bytes].view(part.values_N.dtype)
             home_N.copy_(part.values_N, non_blocking=self._pinned)
             staged.append(replace(part, values_N=home_N))
-        if self._pinned:
-            torch.cuda.synchronize()
+        for device in {part.values_N.device for part in parts if part.values_N.is_cuda}:
+            torch.cuda.synchronize(device)  # of the parts, which need not be the calling thread's
         return staged
 
     @property
