@@ -187,6 +187,7 @@ class NativeTrainer:
                 scores = ScalarHead(decoder.spec.hidden_size, device=self._group.device)
                 learner = make("critic", blank_copy(decoder), scores, split=split, weights=first)
             tenancy.take_learner(learner)
+        del first  # the actor's storage moves, which nobody else may hold
         actor = tenancy.take_learner(make("actor", decoder, head, split=splitter.split("actor"), weights=weights))
         assert logprobs is None or not actor.float8, "log-probs that are given know nothing of 8 bits"
         logprobs = logprobs or partial(chunk_logprobs, checkpointing=config.checkpointing, float8=actor.float8)
