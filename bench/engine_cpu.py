@@ -16,6 +16,7 @@ import subprocess
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,13 @@ import numpy as np
 import torch
 
 from gyre.core.records import Request, Sampling
+from gyre.engine import cpu_step
 from gyre.engine.config import EngineConfig
 from gyre.engine.native import NativeEngine
 from gyre.engine.streams import collect
 from gyre.kernels.allocator import keep_freed_memory
+from gyre.kernels.cpu.build import INSTRUCTION_SETS
+from gyre.kernels.cpu.library import load_decoder
 from gyre.models.decoder import Decoder
 from gyre.models.init import init_weights
 from gyre.models.load import export_hub, load_hub
@@ -58,8 +62,16 @@ def main() -> None:
     options.add_argument("--temperature", type=float, default=1.0)
     options.add_argument("--peer-dtype", choices=tuple(DTYPES), default="bfloat16")
     options.add_argument("--shape", choices=tuple(SPECS), default="3m")
+    options.add_argument(
+        "--instructions", choices=[one.name for one in INSTRUCTION_SETS],
+        help="instruction set of our C kernels, instead of the best that the processor has; the peer keeps all",
+    )  # fmt: skip
     args = options.parse_args()
     spec, name = SPECS[args.shape], "engine_cpu" if args.shape == "3m" else f"engine_cpu_{args.shape}"
+    if args.instructions is not None:
+        name += f"_{args.instructions}"
+        chosen = next(one for one in INSTRUCTION_SETS if one.name == args.instructions)
+        cpu_step.load_decoder = partial(load_decoder, instructions=chosen)
     keep_freed_memory()  # as wire does for every run
     threads = torch.get_num_threads()
     with tempfile.TemporaryDirectory() as scratch:
@@ -85,6 +97,7 @@ def main() -> None:
             "temperature": args.temperature,
             "threads": threads,
             "dtype": best,
+            "instructions": args.instructions or "best",
             "aim_over_peer": 3.0,
         },
         detail={

@@ -15,7 +15,7 @@ import torch
 from gyre.parallel.start import Seat, child_environment, hold_store, join, leave
 
 START_S = 120.0
-CALL_S = 120.0
+CALL_S = 180.0
 
 
 class RankFailed(Exception):
@@ -29,7 +29,7 @@ class RankFailed(Exception):
 class RankPool:
     """Starts the processes at once; `close` ends them."""
 
-    def __init__(self, size: int, *, backend: str = "gloo", device: str = "cpu", timeout_s: float = 20.0) -> None:
+    def __init__(self, size: int, *, backend: str = "gloo", device: str = "cpu", timeout_s: float = 90.0) -> None:
         self.size = size
         self._store = hold_store()
         context = multiprocessing.get_context("forkserver")  # which imports torch once for all ranks of all pools
