@@ -84,7 +84,7 @@ def test_summary_shows_before_after_and_what_to_type(tmp_path: Path) -> None:
     progress.summary(tmp_path, report=tmp_path / "report.html")
     text = stream.getvalue()
     for part in ("demo: done after 8.0 s", "held out accuracy 40.0% → 93.0% (n = 500)",
-                 "fallbacks, drops, retries and warnings: 1", f"report   {tmp_path / 'report.html'}",
+                 "counted events: fallback.sandbox 1, listed in the report", f"report   {tmp_path / 'report.html'}",
                  f"gyre chat {tmp_path}", f"gyre eval {tmp_path}", f"gyre report {tmp_path}"):  # fmt: skip
         assert part in text
     assert "--resume" not in text

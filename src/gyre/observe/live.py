@@ -23,6 +23,7 @@ from gyre.observe.events import RESERVED
 from gyre.observe.live_state import LiveState, advance
 
 LINE_INTERVAL_S = 1.0  # plain lines of fast steps come no more often than this
+MOST_KINDS = 3  # of counted events that the end of a run names
 SPARKS = "▁▂▃▄▅▆▇█"
 SHOWN = (("reward", "reward"), ("accuracy", "accuracy"), ("loss", "loss"), ("length", "length"), ("kl", "KL"),
          ("tokens_per_second", "tokens/s"), ("mfu", "MFU"))  # fmt: skip
@@ -245,7 +246,10 @@ def summary_lines(state: LiveState, run_folder: Path, report: Path | None) -> li
     lines = [f"{state.name or run_folder.name}: {ending} after {show_seconds(seconds)}"]
     lines += [eval_span(name, rows) for name, rows in state.evals.items()]
     if state.num_counted:
-        lines.append(f"fallbacks, drops, retries and warnings: {state.num_counted}, listed in the report")
+        kinds = sorted(state.counted, key=lambda kind: -state.counted[kind])
+        most = ", ".join(f"{kind} {state.counted[kind]}" for kind in kinds[:MOST_KINDS])
+        more = f" and {len(kinds) - MOST_KINDS} more kinds" if len(kinds) > MOST_KINDS else ""
+        lines.append(f"counted events: {most}{more}, listed in the report")
     lines += ["", f"report   {report}"] if report is not None else [""]
     lines.append(f"run      {run_folder}")
     if state.done is None:

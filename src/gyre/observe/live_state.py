@@ -33,9 +33,13 @@ class LiveState:
     step_ends: tuple[tuple[int, float], ...] = ()  # (step, unix time) of the stage's newest steps
     rewards: tuple[float, ...] = ()
     evals: Mapping[str, tuple[dict[str, Any], ...]] = field(default_factory=dict)  # by name, in order
-    num_counted: int = 0
+    counted: Mapping[str, int] = field(default_factory=dict)  # fallbacks, drops, retries and warnings by kind
     last_counted: str = ""
     done: Mapping[str, Any] | None = None  # the run.done row
+
+    @property
+    def num_counted(self) -> int:
+        return sum(self.counted.values())
 
     @property
     def seconds_per_step(self) -> float | None:
@@ -68,7 +72,8 @@ def advance(state: LiveState, row: Mapping[str, Any]) -> LiveState:
         state = replace(state, started_t=(state.started_t or 0.0) + away_s, step_ends=(), phase="", done=None)
     state = replace(state, now_t=row["t"])
     if is_counted(row):
-        state = replace(state, num_counted=state.num_counted + weight_of(row), last_counted=kind)
+        counted = {**state.counted, kind: state.counted.get(kind, 0) + weight_of(row)}
+        state = replace(state, counted=counted, last_counted=kind)
     if kind == "run.started":
         return replace(state, name=str(row.get("name", "")), stages=read_stages(row.get("stages")))
     if kind == "stage.started":
