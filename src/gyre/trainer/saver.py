@@ -37,7 +37,8 @@ from gyre.trainer.manifest import (
 )
 from gyre.trainer.parts import Kind, Part
 from gyre.trainer.shardfile import ReadBackError, write_bytes, write_shard
-from gyre.trainer.snapshot import BLOBS, STATE, SnapshotStore, sync_folder
+from gyre.trainer.snapshot import BLOBS, STATE, SnapshotStore
+from gyre.vram.diskfile import sync_folder
 from gyre.vram.hostbuffer import HostBuffer
 
 POLL_S = 0.05

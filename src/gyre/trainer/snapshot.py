@@ -27,6 +27,7 @@ from gyre.core.errors import SnapshotError
 from gyre.trainer.manifest import BadManifest, SnapshotManifest, Stretch, from_text, to_text
 from gyre.trainer.parts import Kind
 from gyre.trainer.shardfile import Damage, find_fault, read_blocks
+from gyre.vram.diskfile import sync_folder
 
 NAME = re.compile(r"step-(\d{8,})")
 MANIFEST, STATE, BLOBS = "manifest.json", "state.json", "blobs"
@@ -202,14 +203,6 @@ def find_faults(path: Path, *, share: int = 0, num_shares: int = 1) -> list[Faul
 
 def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
-
-
-def sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _deal(manifest: SnapshotManifest, share: int, num_shares: int) -> list[Stretch]:
