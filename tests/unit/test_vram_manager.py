@@ -283,14 +283,6 @@ def test_working_memory_of_a_phase_counts(tmp_path: Path) -> None:
     assert plan.peak_device_bytes == 64 * KIB
 
 
-def test_preview_moves_nothing(tmp_path: Path) -> None:
-    tenant = trainer(tmp_path)
-    manager = manage([tenant], config(residency="phase"), Events())
-    before = tenant.measure()
-    assert manager.preview("score").moves != ()
-    assert tenant.measure() == before
-
-
 def test_policies_of_leaving() -> None:
     every: tuple[Tier, ...] = ("device", "host", "disk", "none")
     kv: tuple[Tier, ...] = ("device", "none")

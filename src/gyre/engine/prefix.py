@@ -41,7 +41,6 @@ class PrefixCache:
         self._page_of: dict[BlockKey, int] = {}
         self._entry_of: dict[int, tuple[BlockKey, int]] = {}  # page → key and weight version
         self._idle: OrderedDict[int, None] = OrderedDict()
-        self.evictions = 0
 
     def __len__(self) -> int:
         return len(self._page_of)
@@ -93,7 +92,6 @@ class PrefixCache:
         pages = [self._idle.popitem(last=False)[0] for _ in range(count)]
         for page in pages:
             self._forget(page)
-        self.evictions += count
         return pages
 
     def drop(self, *, keep_version: int | None = None) -> tuple[list[int], list[int]]:

@@ -24,7 +24,6 @@ class LiveState:
     now_t: float = 0.0  # unix time of the newest row
     stages: tuple[tuple[str, int], ...] = ()  # (name, steps), in order; steps 0 where unknown
     stage: str = ""
-    stage_started_t: float = 0.0
     step: int = 0  # newest finished step of the stage
     steps: int = 0  # of the stage; 0 where unknown
     phase: str = ""
@@ -110,7 +109,6 @@ def _start_stage(state: LiveState, row: Mapping[str, Any]) -> LiveState:
         state,
         stage=stage,
         stages=stages,
-        stage_started_t=row["t"],
         step=int(row.get("step") or 0),
         steps=int(row.get("steps") or dict(stages)[stage]),
         step_ends=(),

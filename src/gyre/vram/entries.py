@@ -101,7 +101,3 @@ class MovePlan:
     @property
     def peak_host_bytes(self) -> int:
         return max(point.host_bytes for point in self.points)
-
-    @property
-    def peak_disk_bytes(self) -> int:
-        return max(point.disk_bytes for point in self.points)

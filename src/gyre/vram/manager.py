@@ -71,10 +71,6 @@ class MemoryManager:
         """Bring what `phase` needs to the device, move out what must make room, and prove it."""
         return self._change(lambda ledger: plan_phase(ledger, phase), phase, step)
 
-    def preview(self, phase: Phase) -> MovePlan:
-        """What `enter` would do now; moves nothing."""
-        return plan_phase(self._ask(), phase)
-
     def move(self, targets: Mapping[str, Tier], *, step: int = 0) -> MovePlan:
         """Move components by name: offload, save to disk, destroy, reload, instantiate again."""
         return self._change(lambda ledger: plan_moves(ledger, targets), self._phase, step)
