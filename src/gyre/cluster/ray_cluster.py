@@ -25,6 +25,7 @@ from gyre.core.errors import ConfigError, WorkerLate, WorkerLost
 from gyre.core.records import RoleSpec
 
 WATCH = "watch"  # the concurrency group that answers while the object is busy
+LEAVE_S = 3.0  # for a killed worker to go by Ray's hand
 STOP_S = 20.0  # longest wait for a killed worker to be gone
 MOST_CALLS = 1000  # at a time, per worker
 TYPE_PREFIX = "accelerator_type:"  # of the resource by which Ray names the GPUs of a node
@@ -159,8 +160,11 @@ def _find_process(pid: int) -> psutil.Process | None:
 
 def _end_process(process: psutil.Process) -> bool:
     """Ray calls an actor dead as soon as it was told to kill it. One that hangs or was stopped by a signal is still
-    there then, with its device. Blocks; says whether it is gone."""
+    there then, with its device. Others are about to go: killed now, Ray would warn of a worker that died. Blocks; says
+    whether it is gone."""
     try:
+        with suppress(psutil.TimeoutExpired):
+            process.wait(LEAVE_S)
         process.kill()
         process.wait(STOP_S)
     except psutil.NoSuchProcess:
