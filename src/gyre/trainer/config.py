@@ -57,6 +57,10 @@ class TrainerConfig(Section):
     offload_gradients: bool = False
     """Whether the float32 gradient is summed in host memory: each parameter's is sent there as soon as it is
     complete."""
+    offload_parameters: tuple[Literal["actor", "critic", "reference", "reward"], ...] = ()
+    """Models whose weights live in pinned host memory, whole on each rank (parallel.zero 0 or 1 of the model), and visit
+    the device a layer at a time, while the layer before computes; embedding and head for a whole pass. A model that is
+    trained needs offload_optimizer, and the actor a stage without an engine, which would share its weights."""
     offload_cut_bytes: int = Field(default=128 << 20, ge=4096)
     """Bytes of a cut; three of them, per trained model, are on the device while it trains."""
     offload_deadline_s: float = Field(default=300.0, gt=0.0)
@@ -71,6 +75,22 @@ class TrainerConfig(Section):
     """Replace the reference by the policy every n loop steps; 0 never."""
     reference_moving_average: float = Field(default=0.0, ge=0.0, lt=1.0)
     """After each loop step reference = this × reference + (1 − this) × policy; 0 turns it off."""
+
+    @model_validator(mode="after")
+    def check_offloaded(self) -> TrainerConfig:
+        trained = [name for name in self.offload_parameters if name in ("actor", "critic")]
+        if trained and self.offload_optimizer == "none":
+            raise ValueError(
+                f"offload_parameters = {list(self.offload_parameters)} with offload_optimizer = 'none': the larger state "
+                f"goes first, set offload_optimizer = 'host' or 'disk', or take {' and '.join(trained)} off the list"
+            )
+        if "reference" in self.offload_parameters and self.reference_moving_average:
+            raise ValueError(
+                f"offload_parameters = {list(self.offload_parameters)} with reference_moving_average = "
+                f"{self.reference_moving_average:g}: the average has no place in host memory, take 'reference' off the "
+                "list, or set reference_refresh_steps instead of the average"
+            )
+        return self
 
     @model_validator(mode="after")
     def check_traced(self) -> TrainerConfig:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 BLOCK = 256  # numbers
 FLOAT_BYTES = 4
 GRADIENT_BUFFERS = 2  # of a cut's size, through which gradients go to the host
+LAYER_ROOMS = 2  # places on the device for layers whose weights are away: one that computes, one on its way in
 SLOTS = 3  # places on the device: one cut on its way in, one being updated, one on its way back
 
 

@@ -23,7 +23,8 @@ from gyre.trainer.optim import AdamW, FlatOptimizer
 from gyre.trainer.optim_sharded import RowOptimizer, SlicedOptimizer
 from gyre.trainer.parallelise import begin_chunk, is_sharded, local_tensors, reshard
 from gyre.trainer.parts import Holding, PartSource, sharers
-from gyre.trainer.start import cut_weights, fill_whole, is_blank, place_constants
+from gyre.trainer.start import cut_weights, fill_whole, is_blank, place_constants, refuse_shards
+from gyre.trainer.weight_stream import WeightStream
 from gyre.vram.fixed import FixedPool
 from gyre.vram.pools import StoragePool
 from gyre.vram.virtual import find_driver
@@ -55,6 +56,8 @@ class Learner:
         self.dtype = decoder.dtype  # that the forward pass computes in
         self.float8 = float8_projections(decoder, config.matmul, split.mesh.world.device)
         assert weights is None or is_blank(decoder)
+        if name in config.offload_parameters:
+            refuse_shards(name, split)
         if split.shards_weights:
             cut_weights(decoder, split, trains=True, float8=self.float8)
         parameters = dict(decoder.named_parameters())
@@ -63,8 +66,7 @@ class Learner:
         kind: type[AdamW] = FlatOptimizer
         if split.shards_state:
             kind = RowOptimizer if split.shards_weights else SlicedOptimizer
-        device = decoder.device if not is_blank(decoder) else split.mesh.world.device
-        self.home = Home.of(name, device, config, folder, emit, progress)
+        self.home = Home.of(name, split.mesh.world.device, config, folder, emit, progress)
         self.optimizer = kind(
             parameters,
             betas=config.betas,
@@ -76,6 +78,7 @@ class Learner:
         place_constants(decoder, split.mesh.world.device)
         if weights is not None:
             self._fill(weights)
+        self.stream = WeightStream(decoder, head, self.home.device) if self.home.weights else None
         self.weights_changed()
 
     def _fill(self, weights: TensorSource) -> None:
@@ -102,6 +105,12 @@ class Learner:
         """Whether the ranks exchange this matrix's weights in 8 bits."""
         return float8_shard(getattr(self.decoder.layers[0], projection).weight) is not None
 
+    def close(self) -> None:
+        """Of what it was given the weights stay, where they are."""
+        self.optimizer.close()
+        if self.stream is not None:
+            self.stream.close()
+
     def clear(self) -> None:
         """Drop what a step that was cut short has left."""
         self.optimizer.zero_grad()
@@ -111,8 +120,12 @@ class Learner:
         """One pool per component. With float32 weights the master is the compute weights and has no pool of its own.
         Whole compute weights keep their addresses: an engine that shares them has captured those in graphs. What is
         offloaded stays where it is; the places through which it visits the device are a component too."""
-        optimizer, device = self.optimizer, self.decoder.device
-        contents: dict[str, Mapping[str, Tensor]] = {"params": optimizer.compute_tensors()}
+        optimizer, device = self.optimizer, self.home.device
+        contents: dict[str, Mapping[str, Tensor]] = {}
+        if self.stream is None:
+            contents["params"] = optimizer.compute_tensors()
+        else:
+            contents["rooms"] = {"rooms": self.stream.rooms_B}
         if not self.home.gradients:
             contents["grads"] = {"grad": optimizer.grad_N}
         if self.home.state == "none":
@@ -122,7 +135,7 @@ class Learner:
         if self.home.staging_SFN is not None:
             contents["staging"] = {"slots": self.home.staging_SFN}
         brief: tuple[Tier, ...] = ("device", "none")  # zero, or of no meaning, between steps: nothing to keep
-        tiers = {"grads": brief, "staging": brief}
+        tiers = {"grads": brief, "staging": brief, "rooms": brief}
         keeps_addresses = not is_sharded(self.decoder)
         return [
             StoragePool(

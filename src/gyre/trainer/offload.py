@@ -26,6 +26,7 @@ from gyre.trainer.cuts import Cut, plan_cuts
 from gyre.trainer.lanes import Mark, Reached, compute_lane, make_lane, make_thread, seconds_between, wait_for
 from gyre.trainer.state_file import StateFile
 
+Sent = tuple[Tensor, Tensor]  # where to in host memory, what from the device
 LOOK_S = 1.0  # between two signs of life while a disk is waited for
 FIELDS = {"master": "weight_N", "exp_avg": "exp_avg_N", "exp_avg_sq": "exp_avg_sq_N", "grad": "grad_N"}
 
@@ -66,8 +67,8 @@ class Carrier(Protocol):
         """The mark behind which the slot holds its cut. Raises what hindered it."""
         ...
 
-    def store(self, cut: Cut, slot: Slot) -> None:
-        """Begin to bring back what `slot.computed` is the end of."""
+    def store(self, cut: Cut, slot: Slot, beside: Sequence[Sent]) -> None:
+        """Begin to bring back what `slot.computed` is the end of, and what was made of it."""
         ...
 
     def drain(self, slots: Sequence[Slot]) -> None:
@@ -99,8 +100,10 @@ class HostCarrier:
     def fetched(self, slot: Slot) -> Mark:
         return slot.fetched
 
-    def store(self, cut: Cut, slot: Slot) -> None:
+    def store(self, cut: Cut, slot: Slot, beside: Sequence[Sent]) -> None:
         self._out.after(slot.computed)
+        for target_N, source_N in beside:
+            self._out.copy(target_N, source_N)
         for name, flat_N in self._buffers.items():
             self._out.copy(flat_N[cut.first : cut.last], slot.device[name][: cut.size])
         slot.stored = self._out.mark()
@@ -136,8 +139,10 @@ class FileCarrier:
     def fetched(self, slot: Slot) -> Mark:
         return self._result(slot.fetched, "read")
 
-    def store(self, cut: Cut, slot: Slot) -> None:
+    def store(self, cut: Cut, slot: Slot, beside: Sequence[Sent]) -> None:
         self._out.after(slot.computed)
+        for target_N, source_N in beside:
+            self._out.copy(target_N, source_N)
         for name, host_N in slot.host.items():
             if host_N is not slot.device[name]:
                 self._out.copy(host_N[: cut.size], slot.device[name][: cut.size])
@@ -219,8 +224,14 @@ class Stream:
                 hint="resume the run from its last snapshot",
             ) from self._torn
 
-    def run(self, spans: Sequence[Span], update: Callable[[Span], None]) -> None:
-        """Call `update` for every number of the spans once, with all its tensors on the device."""
+    def run(
+        self,
+        spans: Sequence[Span],
+        update: Callable[[Span], None],
+        beside: Callable[[Span], Sequence[Sent]] = lambda part: (),
+    ) -> None:
+        """Call `update` for every number of the spans once, with all its tensors on the device. `beside` says what of an
+        updated part goes to the host with the state: (where to, what), rounded on the way where dtypes differ."""
         self.check()
         cuts = plan_cuts([(span.first, span.last) for span in spans], numbers=self._numbers)
         try:
@@ -228,7 +239,7 @@ class Stream:
                 began = time.perf_counter()
                 self._carrier.settle()
                 self.traffic.waited_s += time.perf_counter() - began
-            self._run(cuts, spans, update)
+            self._run(cuts, spans, update, beside)
         except BaseException as error:
             lost = self._carrier.first_lost(self._slots) if self._carrier is not None else None
             self._torn = lost or error
@@ -236,7 +247,13 @@ class Stream:
                 raise lost from error  # a write that failed comes before whatever failed because of it
             raise
 
-    def _run(self, cuts: Sequence[Cut], spans: Sequence[Span], update: Callable[[Span], None]) -> None:
+    def _run(
+        self,
+        cuts: Sequence[Cut],
+        spans: Sequence[Span],
+        update: Callable[[Span], None],
+        beside: Callable[[Span], Sequence[Sent]],
+    ) -> None:
         compute = compute_lane(self._device)
         before, gaps = compute.mark(), []
         for slot in self._slots:
@@ -251,10 +268,11 @@ class Stream:
                 compute.after(self._carrier.fetched(slot))
             compute.after(slot.gradient)
             gaps.append((before, compute.mark()))
-            for piece in cut.pieces:
-                update(_staged(spans[piece.span].part(piece.first, piece.last), cut, slot))
+            parts = [_staged(spans[one.span].part(one.first, one.last), cut, slot) for one in cut.pieces]
+            for part in parts:
+                update(part)
             before = slot.computed = compute.mark()
-            self._store(cut, slot)
+            self._store(cut, slot, [sent for part in parts for sent in beside(part)])
             self._progress()
         began = time.perf_counter()
         if self._carrier is not None:
@@ -273,12 +291,14 @@ class Stream:
             slot.gradient = self._gradients.mark()
         self.traffic.in_bytes += sum(cut.size * field_N.element_size() for field_N in slot.device.values())
 
-    def _store(self, cut: Cut, slot: Slot) -> None:
+    def _store(self, cut: Cut, slot: Slot, beside: Sequence[Sent]) -> None:
         if self._carrier is None:
+            assert not beside, "what goes with the state goes where the state is away"
             return
-        self._carrier.store(cut, slot)
+        self._carrier.store(cut, slot, beside)
         kept = [field_N for name, field_N in slot.device.items() if name != "grad"]
         self.traffic.out_bytes += sum(cut.size * field_N.element_size() for field_N in kept)
+        self.traffic.out_bytes += sum(target_N.nbytes for target_N, _ in beside)
 
     def take_traffic(self) -> Traffic:
         """What was moved since the last call."""
