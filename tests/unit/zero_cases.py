@@ -38,7 +38,8 @@ from gyre.weights.gather import ShardSource, gather_runs
 
 # No size divides by 4: shards are uneven, and the last rank has no row of some tensors.
 ODD = replace(SPEC, vocab_size=50, mlp_size=23, tied=False, qkv_bias=True, num_layers=3, head_dim=10, hidden_size=18)
-SPECS = {"tied": SPEC, "odd": ODD}
+DEEP = replace(SPEC, num_layers=5)
+SPECS = {"tied": SPEC, "odd": ODD, "deep": DEEP}
 LAYOUTS = {
     "zero0": ParallelConfig(zero=0),
     "zero1": ParallelConfig(zero=1),

@@ -18,7 +18,7 @@ from gyre.core.records import Checkpointing, Matmul
 from gyre.parallel.config import Zero
 from gyre.planner.activations import ITEM_BYTES
 from gyre.planner.plan import DeviceKind, Dtype, ModelNumbers
-from gyre.trainer.cuts import GRADIENT_BUFFERS, SLOTS, numbers_per_cut, staging_bytes
+from gyre.trainer.cuts import GRADIENT_BUFFERS, LAYER_ROOMS, SLOTS, numbers_per_cut, staging_bytes
 
 Offload = Literal["none", "host", "disk"]
 
@@ -37,6 +37,7 @@ class Layout:
     tokens_per_chunk: int
     offload_optimizer: Offload  # where master weights of their own and moments live
     offload_gradients: bool  # whether the float32 gradient lives in host memory
+    offload_parameters: tuple[str, ...] = ()  # models whose compute weights live in host memory
 
     @property
     def replicas(self) -> int:
@@ -58,7 +59,13 @@ class Layout:
     def _offload_words(self) -> str:
         place = {"none": "", "host": "on the host", "disk": "on disk"}[self.offload_optimizer]
         optimizer = f", optimizer state {place}" if place else ""
-        return optimizer + (", gradients on the host" if self.offload_gradients else "")
+        gradients = ", gradients on the host" if self.offload_gradients else ""
+        weights = f", weights of {' and '.join(self.offload_parameters)} on the host" if self.offload_parameters else ""
+        return optimizer + gradients + weights
+
+    def holds_weights(self, owner: str) -> bool:
+        """Whether a model's weights are on the device, of one that is whole."""
+        return owner not in self.offload_parameters
 
 
 def state_bytes(model: ModelNumbers, dtype: Dtype, layout: Layout, owner: str = "actor") -> dict[str, int]:
@@ -69,7 +76,7 @@ def state_bytes(model: ModelNumbers, dtype: Dtype, layout: Layout, owner: str = 
         sizes = {"params": FLOAT * shard, "grads": FLOAT * shard, "optimizer": MOMENTS * shard}
     else:
         sizes = {"params": ITEM_BYTES[dtype] * count, "grads": FLOAT * count, "optimizer": MOMENTS * shard}
-        if dtype != "float32":
+        if dtype != "float32" or not layout.holds_weights(owner):
             sizes["master"] = FLOAT * shard
     return {f"{owner}.{name}": size for name, size in sizes.items()}
 
@@ -83,7 +90,8 @@ def away_bytes(states: dict[str, int], layout: Layout) -> dict[str, int]:
 def host_state_bytes(states: dict[str, int], layout: Layout) -> dict[str, int]:
     """The part that lives in host memory."""
     kinds = ("optimizer", "master") if layout.offload_optimizer == "host" else ()
-    return _of_kinds(states, kinds + (("grads",) if layout.offload_gradients else ()))
+    weights = {name: size for name, size in _of_kinds(states, ("params",)).items() if _is_away(name, layout)}
+    return _of_kinds(states, kinds + (("grads",) if layout.offload_gradients else ())) | weights
 
 
 def disk_state_bytes(states: dict[str, int], layout: Layout) -> dict[str, int]:
@@ -91,18 +99,32 @@ def disk_state_bytes(states: dict[str, int], layout: Layout) -> dict[str, int]:
     return _of_kinds(states, ("optimizer", "master") if layout.offload_optimizer == "disk" else ())
 
 
-def device_staging_bytes(model: ModelNumbers, dtype: Dtype, layout: Layout, cut_bytes: int) -> int:
+def room_bytes(model: ModelNumbers, dtype: Dtype) -> int:
+    """Places on the device of a model whose weights live in host memory: for what is outside the layers, and for the
+    layers in turn."""
+    return ITEM_BYTES[dtype] * (root_parameters(model) + LAYER_ROOMS * model.layer_parameters)
+
+
+def device_staging_bytes(
+    model: ModelNumbers, dtype: Dtype, layout: Layout, cut_bytes: int, *, owner: str = "actor"
+) -> int:
     """Of one trained model: the places on the device through which offloaded state visits it."""
-    fields = _visiting_fields(dtype, layout) + (1 if layout.offload_gradients else 0)
+    fields = _visiting_fields(dtype, layout, owner) + (1 if layout.offload_gradients else 0)
     size = _shard(model.num_parameters, layout)
     return staging_bytes(cut_bytes, num_fields=fields, size=size) if fields else 0
 
 
 def host_staging_bytes(
-    model: ModelNumbers, dtype: Dtype, layout: Layout, cut_bytes: int, *, device: DeviceKind = "cuda"
+    model: ModelNumbers,
+    dtype: Dtype,
+    layout: Layout,
+    cut_bytes: int,
+    *,
+    owner: str = "actor",
+    device: DeviceKind = "cuda",
 ) -> int:
     """Of one trained model: what lies between a file and a GPU, and between gradients and their sum."""
-    fields, size = _visiting_fields(dtype, layout), _shard(model.num_parameters, layout)
+    fields, size = _visiting_fields(dtype, layout, owner), _shard(model.num_parameters, layout)
     found = 0
     if layout.offload_optimizer == "disk" and device == "cuda":
         shown = fields + (1 if layout.offload_gradients else 0)
@@ -113,11 +135,16 @@ def host_staging_bytes(
     return found
 
 
-def _visiting_fields(dtype: Dtype, layout: Layout) -> int:
+def _visiting_fields(dtype: Dtype, layout: Layout, owner: str) -> int:
     """Float32 numbers of the optimizer state, per parameter, that visit the device."""
     if layout.offload_optimizer == "none":
         return 0
-    return 3 if layout.zero < 2 and dtype != "float32" else 2
+    own_masters = dtype != "float32" or not layout.holds_weights(owner)
+    return 3 if layout.zero < 2 and own_masters else 2
+
+
+def _is_away(params: str, layout: Layout) -> bool:
+    return not layout.holds_weights(params.removesuffix(".params"))
 
 
 def _of_kinds(states: dict[str, int], kinds: tuple[str, ...]) -> dict[str, int]:

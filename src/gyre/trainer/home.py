@@ -44,8 +44,8 @@ class Home:
         emit: Callable[..., None] | None = None,
         progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """`state`, `gradients` and `weights`: what lives away from the device. `progress` is called while an update goes on, which
-        may take minutes. ConfigError for a disk without a folder."""
+        """`state`, `gradients` and `weights`: what lives away from the device. `progress` is called while an update
+        goes on, which may take minutes. ConfigError for a disk without a folder."""
         assert state != "none" or not weights, "the config refuses it"
         if state == "disk" and folder is None:
             raise ConfigError(

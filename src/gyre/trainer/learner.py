@@ -16,14 +16,14 @@ from gyre.core.records import Checkpointing, Projection, Tier
 from gyre.models.decoder import Decoder
 from gyre.models.heads import ScalarHead
 from gyre.parallel.mesh import Split
-from gyre.trainer.config import TrainerConfig
+from gyre.trainer.config import TrainerConfig, refuse_cut
 from gyre.trainer.float8 import float8_projections, float8_shard, share_amaxes
 from gyre.trainer.home import Home
 from gyre.trainer.optim import AdamW, FlatOptimizer
 from gyre.trainer.optim_sharded import RowOptimizer, SlicedOptimizer
 from gyre.trainer.parallelise import begin_chunk, is_sharded, local_tensors, reshard
 from gyre.trainer.parts import Holding, PartSource, sharers
-from gyre.trainer.start import cut_weights, fill_whole, is_blank, place_constants, refuse_shards
+from gyre.trainer.start import cut_weights, fill_whole, is_blank, place_constants
 from gyre.trainer.weight_stream import WeightStream
 from gyre.vram.fixed import FixedPool
 from gyre.vram.pools import StoragePool
@@ -57,7 +57,7 @@ class Learner:
         self.float8 = float8_projections(decoder, config.matmul, split.mesh.world.device)
         assert weights is None or is_blank(decoder)
         if name in config.offload_parameters:
-            refuse_shards(name, split)
+            refuse_cut(name, zero=split.zero, ranks=split.mesh.shard.size)
         if split.shards_weights:
             cut_weights(decoder, split, trains=True, float8=self.float8)
         parameters = dict(decoder.named_parameters())

@@ -230,8 +230,8 @@ class Stream:
         update: Callable[[Span], None],
         beside: Callable[[Span], Sequence[Sent]] = lambda part: (),
     ) -> None:
-        """Call `update` for every number of the spans once, with all its tensors on the device. `beside` says what of an
-        updated part goes to the host with the state: (where to, what), rounded on the way where dtypes differ."""
+        """Call `update` for every number of the spans once, with all its tensors on the device. `beside` says what of
+        an updated part goes to the host with the state: (where to, what), rounded on the way where dtypes differ."""
         self.check()
         cuts = plan_cuts([(span.first, span.last) for span in spans], numbers=self._numbers)
         try:

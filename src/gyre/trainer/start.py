@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from gyre.core.errors import ConfigError
 from gyre.core.records import Projection
 from gyre.kernels.rope import rope_frequencies
 from gyre.models.decoder import NOTHING, Decoder
 from gyre.parallel.mesh import Split
+from gyre.trainer.config import refuse_cut
 from gyre.trainer.optim import move_in
 from gyre.trainer.parallelise import local_tensors
 from gyre.trainer.weight_stream import WeightStream, carve, room_bytes
@@ -82,7 +82,7 @@ class Away:
 
 def start_away(name: str, decoder: Decoder, head: nn.Module | None, split: Split, weights: TensorSource | None) -> Away:
     """As `start_frozen`, with every weight in host memory. `head` is filled already."""
-    refuse_shards(name, split)
+    refuse_cut(name, zero=split.zero, ranks=split.mesh.shard.size)
     assert weights is None or is_blank(decoder)
     device = split.mesh.world.device
     decoder.requires_grad_(False)
@@ -94,16 +94,6 @@ def start_away(name: str, decoder: Decoder, head: nn.Module | None, split: Split
     if weights is not None:
         fill_whole(decoder, weights)
     return Away(buffer, WeightStream(decoder, head, device))
-
-
-def refuse_shards(name: str, split: Split) -> None:
-    """ConfigError for a model in host memory whose weights would lie in shards."""
-    if split.shards_weights:
-        raise ConfigError(
-            f"trainer.offload_parameters names '{name}', whose parallel.zero = {split.zero} cuts its weights over "
-            f"{split.mesh.shard.size} ranks (accepted with it: zero 0 or 1)",
-            hint=f"set parallel.zero = 1, or take '{name}' off the list: a rank then holds its shards and two layers",
-        )
 
 
 def frozen_layout(decoder: Decoder, split: Split) -> ShardLayout:
