@@ -130,6 +130,8 @@ class NativeTrainer:
                 else:
                     start_frozen(reward_model[0], split, reward_weights)
                 self._tenancy.take_reward(reward_model, device, away)
+        for model, stream in self._tenancy.streams.items():
+            self._emit("trainer.offload_parameters", model=model, **stream.sizes())
         self._planner = Planner(
             objective=objective,
             config=config,

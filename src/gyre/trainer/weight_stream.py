@@ -81,6 +81,11 @@ class WeightStream:
                 self._empty(room)
             self._visiting = False
 
+    def sizes(self) -> dict[str, int]:
+        """Bytes of the weights in host memory, and of the rooms on the device."""
+        weights = [host for part in (self._root, *self._layers) for _, host in part]
+        return {"size_bytes": sum(host.nbytes for host in weights), "rooms_bytes": self.rooms_B.nbytes}
+
     def take_traffic(self) -> Traffic:
         """Bytes moved since the last call, and the time waited as far as the device has got."""
         traffic, self._in_bytes = Traffic(in_bytes=self._in_bytes), 0
