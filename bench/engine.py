@@ -66,7 +66,8 @@ def main() -> None:
         limit=None if args.prefix_hits else roofline(spec, *workload(0)),
         settings={
             "requests": REQUESTS, "tokens": f"{SHORTEST}-{LONGEST} in and out", "temperature": 0.6, "dtype": "bfloat16",
-            "token_budget": args.token_budget, "page_tokens": args.page_tokens, "device": torch.cuda.get_device_name(), "triton": triton_version(),
+            "token_budget": args.token_budget, "page_tokens": args.page_tokens,
+            "device": torch.cuda.get_device_name(), "triton": triton_version(),
             "limit_from": f"constants: {COPY_BYTES_PER_S:.3g} B/s, {MATMUL_FLOPS:.3g} FLOP/s",
         },
         detail={"tokens_per_s_by_run": [round(rate) for rate in rates], **detail},
