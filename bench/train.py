@@ -67,7 +67,7 @@ PARTS = {  # of kernel names; the first that fits counts
     "heads": ("_heads",),
     "silu": ("_silu",),
     "gradients into float32": ("CUDAFunctor_add", "add_"),
-    "copies": ("copy", "Memcpy", "Memset", "fill"),
+    "copies": ("copy", "Memcpy", "Memset", "fill", "chunk_cat"),
 }
 
 
