@@ -1,6 +1,6 @@
-"""Peer of bench/train.py: torchtitan 0.2.2 trains Qwen3 shapes on the GPUs of one host, random weights and tokens.
-In: a folder to write to. Out: peer_torchtitan.json there: tokens/s per GPU, MFU, peak memory by case; a line of JSON a
-case. Runs in torchtitan's own environment. Run: python peers/torchtitan_gpu.py FOLDER [case ...] [--gpus N].
+"""Peer of bench/train_ranks.py: torchtitan 0.2.2 trains Qwen3 shapes on the GPUs of one host, weights and tokens at
+random. In: a folder to write to. Out: peer_torchtitan.json there: tokens/s per GPU, MFU, peak memory, a row a case, and
+each row as a line at once. Runs in torchtitan's own environment. Run: python peers/torchtitan_gpu.py FOLDER [case ...].
 
 FSDP over all ranks, compiled blocks and loss, fused AdamW, BF16 over FP32 parameters, as its defaults have it; speed is
 by its own counters. Each case has fresh processes and a deadline; one out of memory or out of time is a result too.
@@ -37,20 +37,20 @@ from typing import Any
 @dataclasses.dataclass(frozen=True)
 class Case:
     flavor: str  # of torchtitan's qwen3
-    tokens: int  # in a sequence
+    sequence: int  # tokens of each
     batch: int = 1  # sequences of each GPU in a step
     checkpointing: str = "none"  # "selective": by operation, as its Qwen3 configurations have it
-    float8: bool = False  # products of the layers by tensor, weights gathered in 8 bits; needs torchao
+    matmul: str = "same"  # "fp8": the layers' products, scaled by tensor, weights gathered in 8 bits; needs torchao
     steps: int = 12
     window: int = 3  # steps between two readings of its counters, which wait for the GPU
 
 
 CASES = {
     "8b": Case("8B", 8192),
-    "8b_fp8": Case("8B", 8192, float8=True),
+    "8b_fp8": Case("8B", 8192, matmul="fp8"),
     "4b_64k": Case("4B", 65_536, checkpointing="full", steps=5, window=1),
     "8b_selective_batch2": Case("8B", 8192, batch=2, checkpointing="selective"),
-    "8b_fp8_selective_batch2": Case("8B", 8192, batch=2, checkpointing="selective", float8=True),
+    "8b_fp8_selective_batch2": Case("8B", 8192, batch=2, checkpointing="selective", matmul="fp8"),
     "8b_selective": Case("8B", 8192, checkpointing="selective"),
     "8b_batch2": Case("8B", 8192, batch=2),
     "4b_64k_selective": Case("4B", 65_536, checkpointing="selective", steps=5, window=1),
@@ -64,7 +64,7 @@ EXIT_DEADLINE_S = 15.0  # for a case's processes to end after their answers
 ENVIRONMENT = {
     # NVLink multicast can put the GPUs of a shared host out of service
     "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1",
-    "PYTORCH_ALLOC_CONF": "expandable_segments:True", "OMP_NUM_THREADS": "1",  # as its own start script has them
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True", "OMP_NUM_THREADS": "1",  # as torchrun and its script have them
     "TORCHAO_FORCE_SKIP_LOADING_SO_FILES": "1",  # training in 8 bits is Python; its libraries are for other versions
     "HF_HUB_OFFLINE": "1",
 }  # fmt: skip
@@ -82,16 +82,18 @@ def main() -> None:
         options.error(f"no such case: {', '.join(unknown)}; there are {', '.join(CASES)}")
     gpus = args.gpus or count_gpus()
     args.folder.mkdir(parents=True, exist_ok=True)
-    record = {"version": importlib.metadata.version("torchtitan"), "date": datetime.date.today().isoformat()}
-    record |= {"versions": versions(), "device": "", "gpus": gpus, "environment": ENVIRONMENT, "cases": {}}
+    version, date = importlib.metadata.version("torchtitan"), datetime.date.today().isoformat()
+    record: dict[str, Any] = {"version": version, "date": date, "unit": "tokens/s per GPU", "versions": versions()}
+    record |= {"device": "", "environment": ENVIRONMENT, "rows": []}
     for name in names:
         begun_s = time.perf_counter()
         found = measure_apart(name, gpus, args.folder, args.deadline)
         record["device"] = found.pop("device", record["device"])
         found["whole_case_s"] = round(time.perf_counter() - begun_s, 1)
-        record["cases"][name] = {"settings": dataclasses.asdict(CASES[name]), **found}
+        settings = {"shape": CASES[name].flavor.lower(), **dataclasses.asdict(CASES[name])}
+        record["rows"].append({"case": name, "gpus": gpus, **settings, **found})
         (args.folder / "peer_torchtitan.json").write_text(json.dumps(record, indent=2) + "\n")
-        print(json.dumps({"case": name, "gpus": gpus, **record["cases"][name]}), flush=True)
+        print(json.dumps(record["rows"][-1]), flush=True)
 
 
 def count_gpus() -> int:
@@ -114,7 +116,7 @@ def versions() -> dict[str, str]:
 
 def measure_apart(name: str, gpus: int, folder: Path, deadline_s: float) -> dict[str, Any]:
     """One process a GPU, each the leader of a process group, none of which outlives this call."""
-    if CASES[name].float8 and importlib.util.find_spec("torchao") is None:
+    if CASES[name].matmul == "fp8" and importlib.util.find_spec("torchao") is None:
         return {"outcome": "not run", "error": "torchao cannot be imported; carry its wheel (0.17.0 for torch 2.11)"}
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -252,7 +254,7 @@ def random_batches(case: Case, vocab_size: int, rank: int) -> Iterator[tuple[dic
 
     draw = torch.Generator().manual_seed(rank)
     while True:
-        ids = torch.randint(vocab_size, (case.batch, case.tokens + 1), generator=draw)
+        ids = torch.randint(vocab_size, (case.batch, case.sequence + 1), generator=draw)
         yield {"input": ids[:, :-1]}, ids[:, 1:]
 
 
@@ -264,12 +266,12 @@ def job_config(case: Case, folder: str) -> Any:
     config.job.dump_folder = folder
     config.model.name, config.model.flavor = "qwen3", case.flavor
     config.metrics.log_freq, config.metrics.disable_color_printing = case.window, True
-    config.training.local_batch_size, config.training.seq_len = case.batch, case.tokens
+    config.training.local_batch_size, config.training.seq_len = case.batch, case.sequence
     config.training.steps = case.steps
     config.activation_checkpoint.mode = case.checkpointing
     config.activation_checkpoint.selective_ac_option = "op"
     config.compile.enable = True
-    if case.float8:
+    if case.matmul == "fp8":
         config.model.converters = ["quantize.linear.float8"]
         float8 = config.quantize.linear.float8
         float8.enable_fsdp_float8_all_gather = float8.precompute_float8_dynamic_scale_for_fsdp = True
@@ -284,10 +286,10 @@ def read(case: Case, taken: dict[int, dict[str, float]], shape: Any) -> dict[str
     rates = [row["throughput(tps)"] for row in counted.values()]
     rate, last = statistics.median(rates), taken[max(taken)]
     return {
-        "tokens_per_s_per_gpu": round(rate, 1),
+        "tokens_per_s": round(rate, 1),
         "tokens_per_s_by_window": [round(found, 1) for found in rates],
-        "step_ms": round(1e3 * case.batch * case.tokens / rate, 1),
-        "mfu": round(rate * flops_per_token(shape, case.tokens) / PEAK_FLOPS, 4),
+        "step_ms": round(1e3 * case.batch * case.sequence / rate, 1),
+        "mfu": round(rate * flops_per_token(shape, case.sequence) / PEAK_FLOPS, 4),
         "mfu_by_its_counter": round(statistics.median(row["mfu(%)"] for row in counted.values()) / 100, 4),
         "peak_reserved_gib": round(max(row["memory/max_reserved(GiB)"] for row in counted.values()), 2),
         "peak_active_gib": round(max(row["memory/max_active(GiB)"] for row in counted.values()), 2),
