@@ -18,7 +18,6 @@ BLOCK, STEPS = 1024, 8  # numbers of a reading, readings of a program
 TILE = 64  # rows and features of a tile: columns are written 64 bytes at a time
 MULTIPLE = 16
 SMALLEST_AMAX = 1e-12
-FORMATS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 
 class Float8Kernels:
@@ -33,28 +32,33 @@ class Float8Kernels:
         x_NK: Tensor, amax: Tensor, dtype: torch.dtype, *, rows: bool, columns: bool
     ) -> tuple[Tensor | None, Tensor | None, Tensor]:
         """Return rows_NK, columns_KM (None where not asked for) and the inverse of the scale."""
+        if columns and x_NK.dtype == torch.float32:  # Triton 3.6 transposes such a tile wrongly: odd features are lost
+            rows_NK, _, inverse = Float8Kernels.quantise(x_NK, amax, dtype, rows=True, columns=False)
+            assert rows_NK is not None
+            return rows_NK if rows else None, Float8Kernels.transposed(rows_NK), inverse
         count, width = x_NK.shape
         longer = triton.cdiv(count, MULTIPLE) * MULTIPLE if columns else count
         rows_NK = torch.empty(count, width, dtype=dtype, device=x_NK.device) if rows else None
         columns_KM = torch.empty(width, longer, dtype=dtype, device=x_NK.device) if columns else None
         inverse = torch.empty((), dtype=torch.float32, device=x_NK.device)
-        bits = [None if data is None else data.view(torch.int8) for data in (rows_NK, columns_KM)]
-        some = next(data for data in bits if data is not None)
+        some = rows_NK if rows_NK is not None else columns_KM
         _quantise[(triton.cdiv(longer, TILE), triton.cdiv(width, TILE))](
-            x_NK, amax, *(some if data is None else data for data in bits), inverse, count, width, longer,
-            FORMAT=FORMATS[dtype], MOST=torch.finfo(dtype).max, SMALLEST=SMALLEST_AMAX, ROWS=rows, COLUMNS=columns,
+            x_NK, amax, some if rows_NK is None else rows_NK, some if columns_KM is None else columns_KM, inverse,
+            count, width, longer, MOST=torch.finfo(dtype).max, SMALLEST=SMALLEST_AMAX, ROWS=rows, COLUMNS=columns,
             TILE=TILE, num_warps=4,
         )  # fmt: skip
         return rows_NK, columns_KM, inverse
 
     @staticmethod
     def transposed(data_NK: Tensor) -> Tensor:
-        count, width = data_NK.shape
-        columns_KN = torch.empty(width, count, dtype=data_NK.dtype, device=data_NK.device)
-        _transposed[(triton.cdiv(count, TILE), triton.cdiv(width, TILE))](
-            data_NK.contiguous().view(torch.int8), columns_KN.view(torch.int8), count, width, TILE=TILE, num_warps=4
-        )
-        return columns_KN
+        """As columns_KM."""
+        (count, width), longer = data_NK.shape, triton.cdiv(len(data_NK), MULTIPLE) * MULTIPLE
+        columns_KM = torch.empty(width, longer, dtype=data_NK.dtype, device=data_NK.device)
+        _transposed[(triton.cdiv(longer, TILE), triton.cdiv(width, TILE))](
+            data_NK.contiguous().view(torch.int8), columns_KM.view(torch.int8), count, width, longer, TILE=TILE,
+            num_warps=4,
+        )  # fmt: skip
+        return columns_KM
 
 
 @triton.jit
@@ -69,7 +73,7 @@ def _largest(x_ptr, amax_ptr, count, BLOCK: tl.constexpr, STEPS: tl.constexpr):
 
 @triton.jit
 def _quantise(
-    x_ptr, amax_ptr, rows_ptr, columns_ptr, inverse_ptr, count, width, longer, FORMAT: tl.constexpr,
+    x_ptr, amax_ptr, rows_ptr, columns_ptr, inverse_ptr, count, width, longer,
     MOST: tl.constexpr, SMALLEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
@@ -79,21 +83,21 @@ def _quantise(
     scale = tl.div_rn(tl.full((), MOST, tl.float32), tl.maximum(amax, SMALLEST))
     x = tl.load(x_ptr + n[:, None] * width + k[None, :], mask=inside, other=0.0).to(tl.float32) * scale
     x = tl.where(x > MOST, MOST, tl.where(x < -MOST, -MOST, x))  # not min and max: what is no number stays none
-    bits = x.to(FORMAT).to(tl.int8, bitcast=True)  # before it is transposed: Triton 3.6 casts a transposed tile wrongly
     if ROWS:
-        tl.store(rows_ptr + n[:, None] * width + k[None, :], bits, mask=inside)
+        tl.store(rows_ptr + n[:, None] * width + k[None, :], x.to(rows_ptr.dtype.element_ty), mask=inside)
     if COLUMNS:
         wanted = (k[:, None] < width) & (n[None, :] < longer)
-        tl.store(columns_ptr + k[:, None] * longer + n[None, :], tl.trans(bits), mask=wanted)
+        rounded = tl.trans(x).to(columns_ptr.dtype.element_ty)
+        tl.store(columns_ptr + k[:, None] * longer + n[None, :], rounded, mask=wanted)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(inverse_ptr, tl.div_rn(tl.full((), 1.0, tl.float32), scale))
 
 
 @triton.jit
-def _transposed(rows_ptr, columns_ptr, count, width, TILE: tl.constexpr):
+def _transposed(rows_ptr, columns_ptr, count, width, longer, TILE: tl.constexpr):
     n = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     k = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = (n[:, None] < count) & (k[None, :] < width)
     tile = tl.load(rows_ptr + n[:, None] * width + k[None, :], mask=inside, other=0)
-    wanted = (k[:, None] < width) & (n[None, :] < count)
-    tl.store(columns_ptr + k[:, None] * count + n[None, :], tl.trans(tile), mask=wanted)
+    wanted = (k[:, None] < width) & (n[None, :] < longer)
+    tl.store(columns_ptr + k[:, None] * longer + n[None, :], tl.trans(tile), mask=wanted)
