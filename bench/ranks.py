@@ -137,17 +137,21 @@ def print_line(told: Mapping[str, Any]) -> None:
     print(json.dumps(told), flush=True)
 
 
-def median_of_largest(group: Group, seconds: list[float]) -> float:
-    """Each run takes as long as its slowest rank; the median over the runs. Collective."""
-    by_run = sorted(max(run) for run in zip(*group.share(seconds), strict=True))
-    return by_run[len(by_run) // 2]
-
-
 def settle(group: Group) -> None:
     """All ranks are here, and their devices idle."""
     group.barrier()
     if group.device.type == "cuda":
         torch.cuda.synchronize(group.device)
+
+
+def timed(group: Group, run: Callable[[], Any]) -> float:
+    """Seconds of the slowest rank, the same number on all."""
+    settle(group)
+    started_s = time.perf_counter()
+    run()
+    if group.device.type == "cuda":
+        torch.cuda.synchronize(group.device)
+    return max(group.share(time.perf_counter() - started_s))
 
 
 def memory_gib(device: torch.device) -> dict[str, float]:

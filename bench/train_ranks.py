@@ -43,7 +43,7 @@ from gyre.parallel.group import Group
 from gyre.trainer.config import TrainerConfig
 from gyre.trainer.native import NativeTrainer
 from gyre.trainer.trace import Work, summarise, works_of
-from ranks import Ranks, RanksFailed, Tell, print_line, settle
+from ranks import Ranks, RanksFailed, Tell, print_line, settle, timed
 from record import RECORDS, circumstances, parser, say
 from train import FP8_FLOPS, MATMUL_FLOPS, PARTS, PEAK_FLOPS, SPECS
 
@@ -227,7 +227,8 @@ def measure(group: Group, tell: Tell, row: Row, steps: int, budget_s: float) -> 
     return {**found, "kernels": kernels, "device": name}
 
 
-def make_trainer(group: Group, row: Row, events: list) -> NativeTrainer:
+def make_trainer(group: Group, row: Row, events: list, decoder: Decoder | None = None) -> NativeTrainer:
+    """A `decoder` that is given is on the meta device."""
     config = TrainerConfig(
         learning_rate=1e-6,
         checkpointing=row.checkpointing,
@@ -235,7 +236,7 @@ def make_trainer(group: Group, row: Row, events: list) -> NativeTrainer:
         tokens_per_chunk=row.tokens,
     )
     return NativeTrainer(
-        decoder=Decoder(row.spec, device=torch.device("meta"), dtype=torch.bfloat16),
+        decoder=decoder or blank_decoder(row),
         objective=OBJECTIVES[row.objective],
         config=config,
         compute=ThreadPoolExecutor(1),  # never asked: the bench calls step_now
@@ -245,6 +246,10 @@ def make_trainer(group: Group, row: Row, events: list) -> NativeTrainer:
         group=group,
         parallel=ParallelConfig(zero=row.zero),
     )
+
+
+def blank_decoder(row: Row) -> Decoder:
+    return Decoder(row.spec, device=torch.device("meta"), dtype=torch.bfloat16)
 
 
 def make_batch(row: Row, ranks: int) -> TrainBatch:
@@ -271,16 +276,6 @@ def step_flops(row: Row) -> float:
     """Of one rank: three forward passes' worth."""
     targets = sum(length - prompt_tokens(row) for length in row.lengths)
     return 3 * forward_flops(row.spec, row.lengths, num_outputs=targets)
-
-
-def timed(group: Group, run: Any) -> float:
-    """Seconds of the slowest rank, the same number on all."""
-    settle(group)
-    started_s = time.perf_counter()
-    run()
-    if group.device.type == "cuda":
-        torch.cuda.synchronize(group.device)
-    return max(group.share(time.perf_counter() - started_s))
 
 
 def memory(group: Group) -> dict[str, Any]:
