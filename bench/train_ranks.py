@@ -40,9 +40,14 @@ from gyre.models.spec import ModelSpec
 from gyre.objectives.config import AnyObjective, GrpoConfig, SftConfig
 from gyre.parallel.config import ParallelConfig, Zero
 from gyre.parallel.group import Group
+from gyre.planner.hardware import saving_on_cpu, saving_on_cuda
+from gyre.planner.layouts import Layout
+from gyre.planner.moments import Job, train_moments
+from gyre.planner.shapes import model_numbers
 from gyre.trainer.config import TrainerConfig
 from gyre.trainer.native import NativeTrainer
 from gyre.trainer.trace import Work, summarise, works_of
+from gyre.vram.virtual import VirtualUsage
 from ranks import Ranks, RanksFailed, Tell, print_line, settle, timed
 from record import RECORDS, circumstances, parser, say
 from train import FP8_FLOPS, MATMUL_FLOPS, PARTS, PEAK_FLOPS, SPECS
@@ -218,7 +223,8 @@ def measure(group: Group, tell: Tell, row: Row, steps: int, budget_s: float) -> 
         "tokens_per_s": round(row.tokens / step_s, 1),
         "mfu": round(step_flops(row) / step_s / PEAK_FLOPS, 4) if device.type == "cuda" else None,
         "step_ms": [round(seconds * 1e3, 2) for seconds in times_s],
-        **memory(group),
+        **memory(group, trainer),
+        "predicted_gib": predicted_gib(row, group),
     }
     tell({"row": row.name, **found})
     found |= traced(group, trainer, batch)
@@ -278,14 +284,43 @@ def step_flops(row: Row) -> float:
     return 3 * forward_flops(row.spec, row.lengths, num_outputs=targets)
 
 
-def memory(group: Group) -> dict[str, Any]:
-    """By rank: what torch's allocator held at most, and what the device has given away, NCCL's and the driver's too."""
+def memory(group: Group, trainer: NativeTrainer) -> dict[str, Any]:
+    """By rank: what was allocated at most, weights in virtual memory included; what torch's allocator reserved; what
+    the device has given away, for NCCL and the driver too."""
     if group.device.type != "cuda":
         return {}
+    virtual = sum(usage.device_bytes for usage in trainer.measure().values() if isinstance(usage, VirtualUsage))
     free, total = torch.cuda.mem_get_info(group.device)
-    own = [torch.cuda.max_memory_allocated(group.device), torch.cuda.max_memory_reserved(group.device), total - free]
+    own = [torch.cuda.max_memory_allocated(group.device) + virtual]
+    own += [torch.cuda.max_memory_reserved(group.device), total - free]
     by_rank = [[round(size / 2**30, 2) for size in sizes] for sizes in group.share(own)]
     return dict(zip(("peak_gib", "reserved_gib", "device_gib"), map(list, zip(*by_rank, strict=True)), strict=True))
+
+
+def predicted_gib(row: Row, group: Group) -> dict[str, float]:
+    """What the plan says is allocated, by moment of a step."""
+    layout = Layout(
+        gpus=group.size,
+        zero=row.zero,
+        shard_ranks=group.size if row.zero else 1,
+        checkpointing=row.checkpointing,
+        tokens_per_chunk=row.tokens,
+        offload_optimizer="none",
+        offload_gradients=False,
+    )
+    tokens, length = row.tokens * group.size, row.lengths[0]
+    job = Job(
+        model=model_numbers(row.spec),
+        dtype="bfloat16",
+        saving=saving_on_cuda() if group.device.type == "cuda" else saving_on_cpu(),
+        longest=length,
+        mean_tokens=length,
+        tokens_per_update=tokens,
+        most_tokens_per_update=tokens,
+        target_share=1 - prompt_tokens(row) / length,
+        matmul=row.matmul,
+    )
+    return {moment.name: round(moment.allocated_bytes / 2**30, 2) for moment in train_moments(job, layout)}
 
 
 def traced(group: Group, trainer: NativeTrainer, batch: TrainBatch) -> dict[str, Any]:
