@@ -49,11 +49,13 @@ def main() -> None:
         "--streams", type=int, nargs="*", default=[], metavar="N",
         help="then 1,024 tokens in and out at these concurrencies, streamed: TTFT and ITL",
     )  # fmt: skip
+    options.add_argument("--page-tokens", type=int, default=0, help="128: FlashAttention-4 where it is installed")
     options.add_argument("--profile", action="store_true", help="one more run under the profiler: time by kernel")
     args = options.parse_args()
     spec = SHAPES[args.shape]
     rates, detail = asyncio.run(measure(spec, args))
     kinds = {"invariant": args.batch_invariant, "prefix_hits": args.prefix_hits, "streams": args.streams}
+    kinds[f"pages_{args.page_tokens}"] = args.page_tokens
     name = "_".join([f"engine_{args.shape.replace('.', '_')}", *[kind for kind, asked in kinds.items() if asked]])
     say(
         args,
@@ -64,7 +66,8 @@ def main() -> None:
         limit=None if args.prefix_hits else roofline(spec, *workload(0)),
         settings={
             "requests": REQUESTS, "tokens": f"{SHORTEST}-{LONGEST} in and out", "temperature": 0.6, "dtype": "bfloat16",
-            "token_budget": args.token_budget, "device": torch.cuda.get_device_name(), "triton": triton_version(),
+            "token_budget": args.token_budget, "page_tokens": args.page_tokens,
+            "device": torch.cuda.get_device_name(), "triton": triton_version(),
             "limit_from": f"constants: {COPY_BYTES_PER_S:.3g} B/s, {MATMUL_FLOPS:.3g} FLOP/s",
         },
         detail={"tokens_per_s_by_run": [round(rate) for rate in rates], **detail},
@@ -108,9 +111,12 @@ async def measure(spec: ModelSpec, args: Any) -> tuple[list[float], dict[str, An
     torch.cuda.synchronize()
     made_s = time.perf_counter()
     events: dict[str, int] = {}
+    kernels: list[Any] = []
 
     def emit(kind: str, **fields: Any) -> None:
         events[kind] = events.get(kind, 0) + 1
+        if kind == "engine.prefill_kernel":
+            kernels.append(fields)
 
     config = EngineConfig(
         kv_fraction=0.85,
@@ -118,6 +124,7 @@ async def measure(spec: ModelSpec, args: Any) -> tuple[list[float], dict[str, An
         token_budget=args.token_budget,
         prefix_cache=args.prefix_hits,
         batch_invariant=args.batch_invariant,
+        page_tokens=args.page_tokens,
     )
     with ThreadPoolExecutor(1) as compute:
         engine = NativeEngine(decoder, config, compute=compute, emit=emit, device=device, dtype=torch.bfloat16)
@@ -130,6 +137,7 @@ async def measure(spec: ModelSpec, args: Any) -> tuple[list[float], dict[str, An
             "of_that_weights_s": round(made_s - begun_s, 2),
             "stats": vars_of(await engine.stats()),
             "events": events,
+            "prefill_kernel": kernels,
             "device_bytes": torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0],
         }
         detail["streams_ms"] = {count: await streamed(engine, count) for count in args.streams}

@@ -20,7 +20,8 @@ RECORDS = Path(__file__).parent / "records"
 def parser(description: str) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=description)
     made.add_argument("--json", action="store_true", help="print one JSON object")
-    made.add_argument("--record", action="store_true", help="write bench/records/NAME.json")
+    made.add_argument("--record", action="store_true", help="write NAME.json")
+    made.add_argument("--folder", type=Path, default=RECORDS, help="where; left out, bench/records")
     made.add_argument("--commit", default="", help="for a copy without git: the commit that it is of")
     return made
 
@@ -48,8 +49,8 @@ def say(
     result = {"name": name, "unit": unit, "ours": ours, "peer": peer, "limit": limit, "settings": settings}
     result["detail"] = detail or {}
     if args.record:
-        RECORDS.mkdir(exist_ok=True)
-        (RECORDS / f"{name}.json").write_text(json.dumps({**result, **circumstances(args.commit)}, indent=2) + "\n")
+        args.folder.mkdir(parents=True, exist_ok=True)
+        (args.folder / f"{name}.json").write_text(json.dumps({**result, **circumstances(args.commit)}, indent=2) + "\n")
     if args.json:
         print(json.dumps(result))
         return

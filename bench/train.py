@@ -67,7 +67,7 @@ PARTS = {  # of kernel names; the first that fits counts
     "heads": ("_heads",),
     "silu": ("_silu",),
     "gradients into float32": ("CUDAFunctor_add", "add_"),
-    "copies": ("copy", "Memcpy", "Memset", "fill"),
+    "copies": ("copy", "Memcpy", "Memset", "fill", "chunk_cat"),
 }
 
 
@@ -113,7 +113,8 @@ def measure(spec: ModelSpec, args: Any, device: torch.device) -> dict[str, Any]:
     settings = {"checkpointing": args.checkpointing, "matmul": args.matmul, "tokens_per_chunk": args.tokens}
     config = TrainerConfig.model_validate({"learning_rate": 1e-6, **settings})
     split = Splitter(alone(device), ParallelConfig()).split("actor")
-    actor = Learner("actor", decoder, None, config, split, folder=None, emit=lambda kind, **fields: None)
+    silent = {"folder": None, "emit": lambda kind, **fields: None, "progress": lambda: None}
+    actor = Learner("actor", decoder, None, config, split, **silent)
     logprobs = functools.partial(chunk_logprobs, checkpointing=config.checkpointing, float8=actor.float8)
     models = Models(actor=actor, logprobs=logprobs)
     chunk = make_chunk(spec, args.tokens, args.sequences, device)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from gyre.core.errors import ConfigError
 from gyre.parallel.config import ParallelConfig
-from gyre.parallel.group import alone
+from gyre.parallel.group import Group, alone
 from gyre.parallel.mesh import Splitter, shard_size
 from gyre.weights.gather import ShardSource
 from gyre.weights.shards import ALIGN, ShardLayout, align, plan_gather, row_layout, slice_layout, whole_layout
@@ -94,6 +97,70 @@ def test_rows_are_cut_as_torch_cuts_them(shapes, num_ranks):
         for rank, places in enumerate(layout.ranks):
             chunk = chunks[rank].reshape(-1) if rank < len(chunks) else tensor.new_empty(0)
             assert torch.equal(tensor.view(-1)[places[name].start : places[name].stop], chunk)
+
+
+class Wire:
+    """All-gathers of ranks that are threads. Numbers arrive when they are waited for and not before, from where the
+    sender has them then."""
+
+    def __init__(self, size: int) -> None:
+        self.began: list[dict[int, torch.Tensor]] = []
+        self.barrier = threading.Barrier(size, timeout=20.0)
+        self.lock = threading.Lock()
+        self.log: list[tuple[str, int]] = []  # of rank 0
+
+    def begin(self, rank: int, index: int, x_SN: torch.Tensor, own_N: torch.Tensor):
+        with self.lock:
+            self.began += [{} for _ in range(index + 1 - len(self.began))]
+            self.began[index][rank] = own_N
+        self.log += [("begin", index)] if rank == 0 else []
+        x_SN.fill_(float("nan"))
+
+        def wait() -> None:
+            self.log += [("end", index)] if rank == 0 else []
+            self.barrier.wait()
+            x_SN.copy_(torch.cat([self.began[index][sender] for sender in range(self.barrier.parties)]))
+            self.barrier.wait()
+
+        return wait
+
+
+class WiredGroup(Group):
+    def __init__(self, wire: Wire, rank: int) -> None:
+        super().__init__(name="wired", rank=rank, size=wire.barrier.parties, device=torch.device("cpu"))
+        self._wire, self._count = wire, itertools.count()
+
+    def begin_all_gather(self, x_SN: torch.Tensor, own_N: torch.Tensor):
+        return self._wire.begin(self.rank, next(self._count), x_SN, own_N)
+
+
+@settings(deadline=None, max_examples=50)
+@given(layouts(), st.integers(1, 400))
+def test_a_bucket_travels_while_the_one_before_is_written(case, bucket_bytes):
+    """Each is begun before the runs of the last are handed out, and its room is not touched while it is under way."""
+    layout, _ = case
+    size = len(layout.ranks)
+    assume(size > 1)
+    whole = {name: torch.randn(shape) for name, shape in layout.shapes.items()}
+    wire, got = (
+        Wire(size),
+        [{name: torch.full(shape, torch.nan) for name, shape in layout.shapes.items()} for _ in range(size)],
+    )
+
+    def gather(rank: int) -> None:
+        own = {name: whole[name].view(-1)[place.start : place.stop] for name, place in layout.ranks[rank].items()}
+        source = ShardSource(layout, own, group=WiredGroup(wire, rank), dtype=torch.float32)
+        source.gather_into({} if rank == 1 else got[rank], bucket_bytes=bucket_bytes)
+
+    with ThreadPoolExecutor(size) as threads:
+        list(threads.map(gather, range(size)))
+    for rank in set(range(size)) - {1}:
+        assert all(torch.equal(got[rank][name], tensor) for name, tensor in whole.items())
+    count = len(wire.began)
+    in_order = [("begin", 0)] if count else []
+    for index in range(count):
+        in_order += ([("begin", index + 1)] if index + 1 < count else []) + [("end", index)]
+    assert wire.log == in_order
 
 
 def test_one_process_gathers_from_itself():

@@ -85,10 +85,15 @@ class Group:
 
     def all_gather(self, x_SN: Tensor, own_N: Tensor) -> None:
         """Every rank's numbers, one after the other; `own_N` may be this rank's slice of `x_SN`."""
+        self.begin_all_gather(x_SN, own_N)()
+
+    def begin_all_gather(self, x_SN: Tensor, own_N: Tensor) -> Callable[[], None]:
+        """An `all_gather` that runs beside what this rank does next. Whoever reads `x_SN` or writes `own_N` first calls
+        what this returns, once; every rank calls it."""
         if self.size == 1:
             x_SN.copy_(own_N)
-            return
-        self._run(
+            return lambda: None
+        return self._begin(
             "all_gather", x_SN, lambda: dist.all_gather_into_tensor(x_SN, own_N, group=self._group, async_op=True)
         )
 
@@ -160,13 +165,26 @@ class Group:
 
     def _run(self, what: Kind, whole: Tensor, start: Callable[[], dist.Work | None]) -> None:
         """`whole`: the tensor that all ranks make together."""
+        self._begin(what, whole, start)()
+
+    def _begin(self, what: Kind, whole: Tensor, start: Callable[[], dist.Work | None]) -> Callable[[], None]:
+        """Start it; what is returned waits for it: on a GPU the compute stream does."""
         self.check(what)
-        size_bytes = whole.numel() * whole.element_size()
-        try:
-            with self.traffic.collective(what, size_bytes, self.size, whole.device):
-                work = start()
+        self.traffic.count(what, whole.numel() * whole.element_size(), self.size)
+        with self._named(what):
+            work = start()
+
+        def wait() -> None:
+            with self._named(what), self.traffic.waiting(whole.device):
                 if work is not None:
                     work.wait()
+
+        return wait
+
+    @contextlib.contextmanager
+    def _named(self, what: Kind) -> Iterator[None]:
+        try:
+            yield
         except RuntimeError as error:
             raise _Lost(f"{what} in group '{self.name}' ({self.size} ranks): {str(error).splitlines()[0]}") from error
 

@@ -54,6 +54,12 @@ class Traffic:
     def collective(self, kind: Kind, whole_bytes: int, ranks: int, device: torch.device) -> Iterator[None]:
         """Around one whose result is waited for inside."""
         self.count(kind, whole_bytes, ranks)
+        with self.waiting(device):
+            yield
+
+    @contextlib.contextmanager
+    def waiting(self, device: torch.device) -> Iterator[None]:
+        """Around the wait for one that was counted when it began."""
         if device.type == "cuda":
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()

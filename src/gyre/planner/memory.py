@@ -40,7 +40,7 @@ from gyre.vram.phases import default_needs, leave_tiers, match_name, needing_pha
 
 BRIEF: tuple[Tier, ...] = ("device", "none")  # nothing to keep between steps
 ROOMS = f"embedding, head and {LAYER_ROOMS} layers of weights on the host, on the device"
-HANDOVER_BYTES = 2 * (256 << 20)  # two buckets, as in weights.gather
+HANDOVER_BYTES = 3 * (256 << 20)  # two buckets, as in weights.gather, and what one rank of two sends of them
 TRUNCATION_ROWS, TRUNCATION_BYTES = 64, 48  # as in engine.truncation: rows at a time, bytes per row and token
 
 

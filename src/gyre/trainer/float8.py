@@ -26,6 +26,7 @@ from gyre.parallel.group import Group
 
 PROJECTIONS: tuple[Projection, ...] = get_args(Projection)
 HINT = "leave trainer.matmul out: the compute dtype multiplies any shape on any device"
+SCALE_STRIDE = 4  # numbers: cuBLAS refuses a scale that does not lie at a multiple of 16 bytes
 KEEP_KIND = (
     torch.ops.aten.detach.default, torch.ops.aten.new_zeros.default, torch.ops.aten.slice.Tensor,
     torch.ops.aten.copy_.default, torch.ops.aten.view.default, torch.ops.aten.as_strided.default,
@@ -133,6 +134,7 @@ def share_amaxes(parameters: Iterable[Tensor], dtype: torch.dtype, group: Group)
     amaxes = torch.stack([largest(shard.wide_OI) for shard in shards])
     group.all_reduce(amaxes, "max")
     amaxes = amaxes.to(dtype).float()
-    inverses = scale_of(amaxes, E4M3).reciprocal()
+    inverses = amaxes.new_empty(len(shards), SCALE_STRIDE)[:, 0]
+    inverses.copy_(scale_of(amaxes, E4M3).reciprocal())
     for shard, amax, inverse in zip(shards, amaxes.unbind(), inverses.unbind(), strict=True):
         shard.amax, shard.inverse = amax, inverse

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from gyre.models.decoder import Decoder
@@ -52,9 +53,10 @@ def local_tensors(decoder: Decoder) -> dict[str, Tensor]:
 
 def local_part(parameter: Tensor) -> Tensor:
     """The plain tensor that a parameter is, or that this rank has of it; shares its storage."""
-    found: Any = parameter.detach()
-    found = found.to_local() if is_shard(found) else found
-    return found.wide_OI if isinstance(found, Float8Shard) else found
+    found: Any = parameter
+    with torch.no_grad():  # where a shard gives its tensor as it is, without an operation of its own
+        found = found.to_local() if is_shard(found) else found
+    return (found.wide_OI if isinstance(found, Float8Shard) else found).detach()
 
 
 def sharded_parts(decoder: Decoder) -> list[Any]:

@@ -42,6 +42,7 @@ class HostBuffer:
             self._pin(owner)
 
     def _pin(self, owner: str) -> None:
+        self.bytes.zero_()  # by all threads: the driver would fetch page after page from the system with one
         address = self.bytes.data_ptr()
         runtime: Any = torch.cuda.cudart()
         code = runtime.cudaHostRegister(address, self.size_bytes, 0)

@@ -2,21 +2,22 @@
 holds the shards. Out: runs of whole tensors, on every rank, or written into given storage. Callers: trainer (engines'
 weights, the reference), wire.
 
-Never more than one bucket exists beside the shards and the destination.
+While the runs of one bucket are written where they belong, the next one travels. Never more than these two exist beside
+the shards and the destination.
 """
 
 # N numbers of a run, S ranks
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gyre.parallel.group import Group
-from gyre.weights.shards import ShardLayout, plan_gather
+from gyre.weights.shards import GatherBucket, ShardLayout, plan_gather
 
 BUCKET_BYTES = 256 << 20
 
@@ -41,27 +42,65 @@ def gather_runs(
     """Yield every number of every tensor once, as `dtype`, on every rank of `group`, in buckets of about
     `bucket_bytes`. `local` has this rank's run of each tensor, on any device; values come on the group's device. Every
     rank must iterate to the end."""
+    for runs in _gather_lists(layout, local, group, dtype, bucket_bytes):
+        yield from runs
+
+
+def _gather_lists(
+    layout: ShardLayout, local: Mapping[str, Tensor], group: Group, dtype: torch.dtype, bucket_bytes: int
+) -> Iterator[list[Run]]:
+    """The runs of one bucket after the other."""
     assert len(layout.ranks) == group.size, f"{len(layout.ranks)} shards in a group of {group.size}"
     if group.size == 1:
-        yield from local_runs(layout, local, rank=0, dtype=dtype)
+        for run in local_runs(layout, local, rank=0, dtype=dtype):
+            yield [run]
         return
     buckets = plan_gather(layout, numbers_per_bucket=max(1, bucket_bytes // dtype.itemsize))
     longest = max((bucket.size for bucket in buckets), default=0)
-    sent_N = torch.zeros(longest, dtype=dtype, device=group.device)
-    joined_SN = torch.zeros(longest * group.size, dtype=dtype, device=group.device)
-    own = layout.ranks[group.rank]
-    for bucket in buckets:
+    slots = [_Slot(longest, group, dtype) for _ in buckets[:2]]
+    for index in range(len(buckets) + 1):
+        if index < len(buckets):
+            slots[index % 2].begin(buckets[index], layout, local)
+        if index:
+            yield slots[(index - 1) % 2].end(buckets[index - 1])
+
+
+class _Slot:
+    """Room for a bucket: what this rank sends of it, and what all ranks sent."""
+
+    def __init__(self, longest: int, group: Group, dtype: torch.dtype) -> None:
+        self._group = group
+        self._sent_N = torch.empty(longest, dtype=dtype, device=group.device)
+        self._joined_SN = torch.empty(longest * group.size, dtype=dtype, device=group.device)
+        self._wait: Callable[[], None] = lambda: None
+
+    @torch.no_grad()
+    def begin(self, bucket: GatherBucket, layout: ShardLayout, local: Mapping[str, Tensor]) -> None:
+        """Round this rank's numbers and send them on their way."""
+        own, rank = layout.ranks[self._group.rank], self._group.rank
+        homes, runs = [], []
         for landing in bucket.landings:
-            replicated = own[landing.name] == layout.ranks[landing.rank][landing.name]
-            if landing.rank == group.rank or replicated:
-                first = landing.start - own[landing.name].start
-                run_N = local[landing.name].reshape(-1)[first : first + landing.stop - landing.start]
-                sent_N[landing.offset : landing.offset + len(run_N)].copy_(run_N)
-        got_SN = joined_SN[: bucket.size * group.size]
-        group.all_gather(got_SN, sent_N[: bucket.size])
+            place = own[landing.name]
+            if landing.rank == rank or place == layout.ranks[landing.rank][landing.name]:  # or every rank has it whole
+                count = landing.stop - landing.start
+                homes.append(self._sent_N[landing.offset : landing.offset + count])
+                runs.append(local[landing.name].reshape(-1)[landing.start - place.start : landing.stop - place.start])
+        if homes:
+            torch._foreach_copy_(homes, runs)
+        self._wait = self._group.begin_all_gather(self._joined(bucket), self._sent_N[: bucket.size])
+
+    def end(self, bucket: GatherBucket) -> list[Run]:
+        """What has arrived, valid until the slot's next `begin`."""
+        self._wait()
+        joined_SN, found = self._joined(bucket), []
         for landing in bucket.landings:
             at = landing.rank * bucket.size + landing.offset
-            yield Run(landing.name, landing.start, landing.stop, got_SN[at : at + landing.stop - landing.start])
+            values_N = joined_SN[at : at + landing.stop - landing.start]
+            found.append(Run(landing.name, landing.start, landing.stop, values_N))
+        return found
+
+    def _joined(self, bucket: GatherBucket) -> Tensor:
+        return self._joined_SN[: bucket.size * self._group.size]
 
 
 def local_runs(layout: ShardLayout, local: Mapping[str, Tensor], *, rank: int, dtype: torch.dtype) -> Iterator[Run]:
@@ -99,7 +138,8 @@ class ShardSource(Mapping[str, Tensor]):
         for name, tensor in destination.items():
             assert tuple(tensor.shape) == tuple(self.layout.shapes[name]), f"{name}: {tuple(tensor.shape)}"
         assert not flat or flat.keys() == self.layout.shapes.keys(), sorted(flat.keys() ^ self.layout.shapes.keys())
-        for run in self.gather_buckets(bucket_bytes=bucket_bytes):
-            if run.name in flat:
-                flat[run.name][run.start : run.stop].copy_(run.values_N)
+        for runs in _gather_lists(self.layout, self._local, self._group, self.dtype, bucket_bytes):
+            if flat:
+                homes = [flat[run.name][run.start : run.stop] for run in runs]
+                torch._foreach_copy_(homes, [run.values_N for run in runs])
         return sum(tensor.numel() * tensor.element_size() for tensor in flat.values())

@@ -113,21 +113,21 @@ def plan_gather(layout: ShardLayout, *, numbers_per_bucket: int) -> tuple[Gather
     """Cut the ranks' flat buffers into runs, so that a bucket of all ranks holds at most about `numbers_per_bucket`.
     Tensors that are not sharded land once, from rank 0."""
     step = max(ALIGN, numbers_per_bucket // len(layout.ranks))
-    buckets = []
-    for low in range(0, layout.size, step):
-        high = min(layout.size, low + step)
-        landings = []
-        for rank, places in enumerate(layout.ranks):
-            for name, place in places.items():
-                if rank and place == layout.ranks[0][name]:
-                    continue  # the same whole tensor, or nothing at all
-                first = max(low, place.at)
-                last = min(high, place.at + place.stop - place.start)
-                if first < last:
-                    shift = place.start - place.at
-                    landings.append(
-                        Landing(rank=rank, name=name, start=first + shift, stop=last + shift, offset=first - low)
-                    )
-        if landings:
-            buckets.append(GatherBucket(size=high - low, landings=tuple(landings)))
-    return tuple(buckets)
+    landings: list[list[Landing]] = [[] for _ in range(0, layout.size, step)]
+    for rank, places in enumerate(layout.ranks):
+        for name, place in places.items():
+            if rank and place == layout.ranks[0][name]:
+                continue  # the same whole tensor, or nothing at all
+            shift, first, last = place.start - place.at, place.at, place.at + place.stop - place.start
+            while first < last:
+                index, offset = divmod(first, step)
+                stop = min(last, (index + 1) * step)
+                landings[index].append(
+                    Landing(rank=rank, name=name, start=first + shift, stop=stop + shift, offset=offset)
+                )
+                first = stop
+    return tuple(
+        GatherBucket(size=min(step, layout.size - index * step), landings=tuple(found))
+        for index, found in enumerate(landings)
+        if found
+    )

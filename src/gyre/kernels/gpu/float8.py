@@ -32,6 +32,10 @@ class Float8Kernels:
         x_NK: Tensor, amax: Tensor, dtype: torch.dtype, *, rows: bool, columns: bool
     ) -> tuple[Tensor | None, Tensor | None, Tensor]:
         """Return rows_NK, columns_KM (None where not asked for) and the inverse of the scale."""
+        if columns and x_NK.dtype == torch.float32:  # Triton 3.6 transposes such a tile wrongly: odd features are lost
+            rows_NK, _, inverse = Float8Kernels.quantise(x_NK, amax, dtype, rows=True, columns=False)
+            assert rows_NK is not None
+            return rows_NK if rows else None, Float8Kernels.transposed(rows_NK), inverse
         count, width = x_NK.shape
         longer = triton.cdiv(count, MULTIPLE) * MULTIPLE if columns else count
         rows_NK = torch.empty(count, width, dtype=dtype, device=x_NK.device) if rows else None
@@ -47,12 +51,14 @@ class Float8Kernels:
 
     @staticmethod
     def transposed(data_NK: Tensor) -> Tensor:
-        count, width = data_NK.shape
-        columns_KN = torch.empty(width, count, dtype=data_NK.dtype, device=data_NK.device)
-        _transposed[(triton.cdiv(count, TILE), triton.cdiv(width, TILE))](
-            data_NK.contiguous().view(torch.int8), columns_KN.view(torch.int8), count, width, TILE=TILE, num_warps=4
-        )
-        return columns_KN
+        """As columns_KM."""
+        (count, width), longer = data_NK.shape, triton.cdiv(len(data_NK), MULTIPLE) * MULTIPLE
+        columns_KM = torch.empty(width, longer, dtype=data_NK.dtype, device=data_NK.device)
+        _transposed[(triton.cdiv(longer, TILE), triton.cdiv(width, TILE))](
+            data_NK.contiguous().view(torch.int8), columns_KM.view(torch.int8), count, width, longer, TILE=TILE,
+            num_warps=4,
+        )  # fmt: skip
+        return columns_KM
 
 
 @triton.jit
@@ -88,10 +94,10 @@ def _quantise(
 
 
 @triton.jit
-def _transposed(rows_ptr, columns_ptr, count, width, TILE: tl.constexpr):
+def _transposed(rows_ptr, columns_ptr, count, width, longer, TILE: tl.constexpr):
     n = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     k = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = (n[:, None] < count) & (k[None, :] < width)
     tile = tl.load(rows_ptr + n[:, None] * width + k[None, :], mask=inside, other=0)
-    wanted = (k[:, None] < width) & (n[None, :] < count)
-    tl.store(columns_ptr + k[:, None] * count + n[None, :], tl.trans(tile), mask=wanted)
+    wanted = (k[:, None] < width) & (n[None, :] < longer)
+    tl.store(columns_ptr + k[:, None] * longer + n[None, :], tl.trans(tile), mask=wanted)

@@ -1,0 +1,182 @@
+"""Asynchronous snapshots on several GPUs: how long training stands still for one. In: shapes, a folder. Out: seconds of
+stall, of staging, of writing, and of steps meanwhile.
+Run: python bench/snapshot.py --gpus 4 --rows 8b 0.6b --to /dev/shm/snapshots --record
+
+What stalls is `Saver.save` in the background: it returns when each rank has its part in pinned host memory. A row is
+SHAPE or SHAPE:LAYERS, under zero 3, with a training step of 8,192 tokens per rank. The first staging makes and pins the
+buffers, which stay; it is told apart from the save that follows, which is what each later one of a run costs. Host
+memory is touched before anything is timed: a virtual machine may only get it then. The link is a plain copy to pinned
+memory on all GPUs at once, in the same run.
+
+Whether the write ends within --write-s or not, the stall is recorded. A snapshot that was written is read back whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import functools
+import shutil
+import statistics
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gyre.core.errors import DeadlineError
+from gyre.observe.hardware import describe_hardware
+from gyre.parallel.group import Group
+from gyre.trainer.saver import Saver
+from gyre.trainer.snapshot import SnapshotStore, find_faults
+from gyre.vram.hostbuffer import HostBuffer
+from ranks import Ranks, RanksFailed, Tell, print_line, timed
+from record import circumstances, parser, say
+from train_ranks import SHAPES, Row, make_batch, make_trainer
+
+TITAN = {"name": "torchtitan, 7B, 6.3 s as published; 0.02 s with a process for staging", "value": 6.3}
+STATE_BYTES = 12  # per parameter: master weights and two moments
+STEPS, STAGINGS = 3, 3
+LINK_BYTES = 2 << 30
+CACHED_BYTES = 16 << 30  # of a rank's file: the system keeps what is written in memory for a while
+TOUCH_SHARE = 0.8  # of the host memory that is free
+TINY_TOKENS, TOKENS = 256, 8192
+
+
+def main() -> None:
+    options = parser(__doc__ or "")
+    options.add_argument("--gpus", type=int, default=torch.cuda.device_count(), help="left out, all there are")
+    options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    options.add_argument("--rows", nargs="+", default=["8b", "0.6b"], metavar="SHAPE[:LAYERS]")
+    options.add_argument("--to", type=Path, required=True, help="a folder on the disk to measure; nothing stays there")
+    options.add_argument("--write-s", type=float, default=60.0, help="longest that a write is waited for")
+    options.add_argument("--row-s", type=float, default=200.0, help="longest that a row may take")
+    args = options.parse_args()
+    if args.record:
+        circumstances(args.commit)
+    with Ranks(args.gpus, device=args.device) as ranks:
+        for text in args.rows:
+            row, folder = read_row(text), args.to / f"snapshots-{text.replace(':', '-')}"
+            try:
+                found = ranks.call(measure, row, str(folder), args.write_s, deadline_s=args.row_s)[0]
+            except RanksFailed as error:
+                print_line({"row": text, "failed": {str(rank): dict(told) for rank, told in error.by_rank.items()}})
+                continue
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+            if found["write_s"] is None:
+                ranks.kill()  # its writers go on for a while
+            report(args, text, row, found)
+
+
+def read_row(text: str) -> Row:
+    shape, _, layers = text.partition(":")
+    tokens = TINY_TOKENS if shape == "tiny" else TOKENS
+    given = {"shape": shape, "checkpointing": "none", "matmul": "same", "tokens": tokens, "layers": int(layers or 0)}
+    return Row.model_validate(given)
+
+
+def report(args: argparse.Namespace, text: str, row: Row, found: dict[str, Any]) -> None:
+    on_link = found.get("link_gb_per_s")
+    say(
+        args,
+        name=f"snapshot_{args.gpus}x_{text.replace('.', '_').replace(':', '_')}",
+        unit="s of stall",
+        ours=found.pop("stall_s"),
+        peer=TITAN if row.spec == SHAPES["8b"] else None,
+        limit=None if on_link is None else found["rank_bytes"] / on_link / 1e9,
+        settings={
+            "gpus": args.gpus, **row.model_dump(), "layers": row.spec.num_layers, "folder": str(args.to),
+            "device": args.device,
+        },
+        detail=found,
+    )  # fmt: skip
+
+
+def measure(group: Group, tell: Tell, row: Row, folder: str, write_s: float) -> dict[str, Any]:
+    """On every rank."""
+    numbers = sum(torch.Size(shape).numel() for shape in row.spec.parameter_shapes().values())
+    expected = STATE_BYTES * numbers // group.size
+    found: dict[str, Any] = {
+        "touch_s": round(timed(group, functools.partial(touch, expected + min(expected, CACHED_BYTES), group)), 2)
+    }
+    tell({"row": row.name, **found})
+    trainer, batch = make_trainer(group, row, []), make_batch(row, group.size)
+    step = functools.partial(trainer.step_now, batch)
+    steps_s = [timed(group, step) for _ in range(2 + STEPS)][2:]
+    on_gpu = group.device.type == "cuda"
+    if on_gpu:
+        found["link_gb_per_s"] = round(LINK_BYTES / copy_plainly(group) / 1e9, 1)
+    store = SnapshotStore(Path(folder), keep=1, emit=lambda kind, **fields: None)
+    saver = Saver(store, group, background=True, pinned=on_gpu, deadline_s=write_s, emit=lambda kind, **fields: None)
+    stage = lambda: saver._staging.copy(list(trainer.live_snapshot()["tensors"].values()))  # noqa: E731
+    first_s = timed(group, stage)
+    stagings_s = [timed(group, stage) for _ in range(STAGINGS)]
+    save = functools.partial(saver.save, 1, parts=trainer.live_snapshot, state={}, blobs={})
+    stall_s = timed(group, save)
+    saved_at = time.monotonic()
+    found |= {
+        "stall_s": stall_s,
+        "first_staging_s": round(first_s, 3),
+        "staging_s": [round(seconds, 4) for seconds in stagings_s],
+        "rank_bytes": saver._staging.size_bytes,
+        "staging_gb_per_s": round(saver._staging.size_bytes / statistics.median(stagings_s) / 1e9, 1),
+        "step_s": round(statistics.median(steps_s), 4),
+    }
+    tell({"row": row.name, **found})
+    found["step_s_while_writing"] = train_meanwhile(group, saver, step, saved_at + write_s)
+    try:
+        saver.finish()
+    except DeadlineError as error:
+        return found | {"write_s": None, "write_failed": str(error)}
+    found["write_s"] = round(max(group.share(time.monotonic() - saved_at)), 2)
+    tell({"row": row.name, "write_s": found["write_s"]})
+    return found | look_through(group, store)
+
+
+def touch(size_bytes: int, group: Group) -> None:
+    """Use so much host memory once, by many threads, and give it back; or what is free, if that is less."""
+    free = describe_hardware()["memory_available_bytes"] or 0
+    size_bytes = min(size_bytes, int(TOUCH_SHARE * free) // group.size)
+    buffer, threads = (
+        HostBuffer(size_bytes, pin=False, owner="bench"),
+        max(1, describe_hardware()["cores"] // group.size),
+    )
+    start, part = buffer.bytes.data_ptr(), -(-size_bytes // threads)
+    with ThreadPoolExecutor(threads) as pool:
+        spans = [(start + at, min(part, size_bytes - at)) for at in range(0, size_bytes, part)]
+        list(pool.map(lambda span: ctypes.memset(span[0], 0, span[1]), spans))
+
+
+def copy_plainly(group: Group) -> float:
+    """Seconds of a copy of LINK_BYTES from the device into pinned memory, on all ranks at once."""
+    there = torch.empty(LINK_BYTES, dtype=torch.uint8, device=group.device)
+    here = HostBuffer(LINK_BYTES, pin=True, owner="bench").bytes
+    return min(timed(group, lambda: here.copy_(there, non_blocking=True)) for _ in range(3))
+
+
+def train_meanwhile(group: Group, saver: Saver, step: Any, until: float) -> list[float]:
+    """Seconds of steps while any rank still writes; ranks stop together."""
+    times_s: list[float] = []
+    while True:
+        thread = saver._thread
+        writing = isinstance(thread, threading.Thread) and thread.is_alive() and time.monotonic() < until
+        if not any(group.share(writing)):
+            return times_s[:50]
+        times_s.append(round(timed(group, step), 4))
+
+
+def look_through(group: Group, store: SnapshotStore) -> dict[str, Any]:
+    """Read what was written, all ranks together."""
+    (path,) = store.paths()
+    faults: list[Any] = []
+    read_s = timed(group, lambda: faults.extend(find_faults(path, share=group.rank, num_shares=group.size)))
+    assert not any(group.share([str(fault) for fault in faults])), faults
+    written = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    return {"written_bytes": written, "looked_through_s": round(read_s, 2)}
+
+
+if __name__ == "__main__":
+    main()
