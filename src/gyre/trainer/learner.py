@@ -66,7 +66,9 @@ class Learner:
         kind: type[AdamW] = FlatOptimizer
         if split.shards_state:
             kind = RowOptimizer if split.shards_weights else SlicedOptimizer
-        self.home = Home.of(name, split.mesh.world.device, config, folder, emit, progress)
+        elsewhere = is_blank(decoder) or name in config.offload_parameters  # than on the device that it computes on
+        device = split.mesh.world.device if elsewhere else decoder.device
+        self.home = Home.of(name, device, config, folder, emit, progress)
         self.optimizer = kind(
             parameters,
             betas=config.betas,
@@ -105,12 +107,6 @@ class Learner:
         """Whether the ranks exchange this matrix's weights in 8 bits."""
         return float8_shard(getattr(self.decoder.layers[0], projection).weight) is not None
 
-    def close(self) -> None:
-        """Of what it was given the weights stay, where they are."""
-        self.optimizer.close()
-        if self.stream is not None:
-            self.stream.close()
-
     def clear(self) -> None:
         """Drop what a step that was cut short has left."""
         self.optimizer.zero_grad()
@@ -120,7 +116,7 @@ class Learner:
         """One pool per component. With float32 weights the master is the compute weights and has no pool of its own.
         Whole compute weights keep their addresses: an engine that shares them has captured those in graphs. What is
         offloaded stays where it is; the places through which it visits the device are a component too."""
-        optimizer, device = self.optimizer, self.home.device
+        optimizer, device = self.optimizer, self.home.device if self.stream is not None else self.decoder.device
         contents: dict[str, Mapping[str, Tensor]] = {}
         if self.stream is None:
             contents["params"] = optimizer.compute_tensors()

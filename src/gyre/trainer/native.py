@@ -463,7 +463,9 @@ class NativeTrainer:
 
     def _close(self) -> None:
         for learner in self._models.learners:
-            learner.close()
+            learner.optimizer.close()
+        for stream in self._tenancy.streams.values():
+            stream.close()
         for name in self._tenancy.tiers():
             if name not in ("actor.params", "reward"):
                 self._tenancy.remove(name)

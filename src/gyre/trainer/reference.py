@@ -102,7 +102,8 @@ class Reference:
 
     def pools(self, folder: Path | None) -> list[StoragePool | FixedPool]:
         tensors = {name: own for holding in self.holdings() for name, own in holding.named().items()}
-        return frozen_pools("reference", tensors, self._split.mesh.world.device, folder, self.away)
+        device = self._split.mesh.world.device if self.away is not None else self.decoder.device
+        return frozen_pools("reference", tensors, device, folder, self.away)
 
 
 def frozen_pools(
