@@ -177,7 +177,7 @@ def report(args: argparse.Namespace, row: Row, found: dict[str, Any]) -> None:
 
 
 def find_peer(row: Row, gpus: int) -> dict[str, Any] | None:
-    """Its own record on as many GPUs, if there is one (bench/peers/torchtitan.py), else what was measured on 8."""
+    """Its own record on as many GPUs, if there is one (bench/peers/torchtitan_gpu.py), else what was measured on 8."""
     if row.spec != SHAPES[row.shape]:
         return None
     path, key = RECORDS / "peer_torchtitan.json", (row.shape, row.matmul, row.lengths[0])
