@@ -16,9 +16,8 @@ from torch import Tensor
 
 from gyre.core.errors import InputError
 from gyre.core.records import Manifest
-from gyre.core.seeds import derive_seed
 from gyre.models.decoder import Decoder
-from gyre.models.init import init_weights
+from gyre.models.init import init_dummies
 from gyre.vram.virtual import is_present
 from gyre.weights.gather import ShardSource
 from gyre.weights.transports.inprocess import shares_storage, stage, swap_in
@@ -57,7 +56,7 @@ class EngineWeights:
         """Refuse work until a commit. The engine's own weights become random; shared ones are not touched."""
         self.is_dummy = True
         if not self.shared:
-            init_weights(self.decoder, derive_seed("engine", "dummy"))
+            init_dummies(self.decoder)
 
     def prepare(self, manifest: Manifest, source: Mapping[str, Tensor]) -> None:
         """Receive a version beside the running one and verify it. A second call for the same version is a no-op."""

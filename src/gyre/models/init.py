@@ -1,5 +1,8 @@
 """Fresh weights, a pure function of (seed, parameter name): the same on every device, in every order and for every run
 of a tensor that is asked for. Callers: wire (fresh models), engine (dummy start), tests.
+
+A matrix is drawn in blocks, each from a seed of its own, so that a rank draws little more than the rows that it keeps,
+and threads draw side by side.
 """
 
 # N numbers of a run
@@ -7,6 +10,7 @@ of a tensor that is asked for. Callers: wire (fresh models), engine (dummy start
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -16,6 +20,7 @@ from gyre.models.decoder import Decoder
 from gyre.models.spec import ModelSpec
 
 GAIN = 0.7  # standard deviation × square root of the columns; 0.02 of hub models is this at 1,225 columns
+BLOCK = 1 << 22  # numbers; the first block has the matrix's own seed
 RESIDUAL_GAIN = 1.7  # of the matrices that write to the residual stream, before the division by depth
 
 
@@ -33,18 +38,35 @@ class FreshWeights:
 
     @torch.no_grad()
     def read(self, name: str, start: int, stop: int, out_N: Tensor) -> None:
-        """Write numbers [start, stop) of a tensor into `out_N`. A matrix is drawn whole, in float32 on the CPU."""
+        """Write numbers [start, stop) of a tensor into `out_N`. Matrices are drawn in float32 on the CPU."""
         if name.endswith("norm.weight"):
             out_N.fill_(1.0)
         elif name.endswith(".bias"):
             out_N.zero_()
         else:
-            shape = self.shapes[name]
-            writes_residual = name.endswith(("out.weight", "down.weight"))
-            gain = RESIDUAL_GAIN / (2 * self.spec.num_layers) ** 0.5 if writes_residual else GAIN
-            generator = torch.Generator().manual_seed(derive_seed(self._seed, "init", name))
-            drawn = torch.randn(shape, generator=generator, dtype=torch.float32)
-            out_N.copy_(drawn.view(-1)[start:stop].mul_(gain / shape[1] ** 0.5))
+
+            def draw(block: int) -> None:
+                first = block * BLOCK
+                drawn_N = self._block(name, block)
+                low, high = max(start, first), min(stop, first + len(drawn_N))
+                out_N[low - start : high - start].copy_(drawn_N[low - first : high - first])
+
+            with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+                list(pool.map(draw, range(start // BLOCK, -(-stop // BLOCK))))
+
+    def _block(self, name: str, block: int) -> Tensor:
+        rows, columns = self.shapes[name]
+        seed = derive_seed(self._seed, "init", name, *([block] if block else []))
+        size = min(BLOCK, rows * columns - block * BLOCK)
+        drawn_N = torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
+        return drawn_N.mul_(deviation(self.spec, name, columns))
+
+
+def deviation(spec: ModelSpec, name: str, columns: int) -> float:
+    """Of a matrix's numbers."""
+    writes_residual = name.endswith(("out.weight", "down.weight"))
+    gain = RESIDUAL_GAIN / (2 * spec.num_layers) ** 0.5 if writes_residual else GAIN
+    return gain / columns**0.5
 
 
 def init_weights(decoder: Decoder, seed: int) -> None:
@@ -52,3 +74,14 @@ def init_weights(decoder: Decoder, seed: int) -> None:
     source = FreshWeights(decoder.spec, seed)
     for name, parameter in decoder.named_parameters():
         source.read(name, 0, parameter.numel(), parameter.detach().view(-1))
+
+
+@torch.no_grad()
+def init_dummies(decoder: Decoder) -> None:
+    """Weights like fresh ones, drawn on the device: other numbers on each kind of device."""
+    generator = torch.Generator(decoder.device).manual_seed(0)
+    for name, parameter in decoder.named_parameters():
+        if parameter.dim() == 1:
+            parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+        else:
+            parameter.normal_(0.0, deviation(decoder.spec, name, parameter.shape[1]), generator=generator)
