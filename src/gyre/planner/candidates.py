@@ -106,6 +106,7 @@ def layouts(job: Job, cluster: Cluster, fixed: Fixed) -> Iterator[Layout]:
                         tokens_per_chunk=tokens,
                         offload_optimizer=optimizer,
                         offload_gradients=gradients,
+                        moments=job.moments,
                     )
 
 
