@@ -22,7 +22,7 @@ $(VENV)/.installed: pyproject.toml
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,data,track,cluster]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,data,track,cluster,moments]'
 	touch $@
 
 check: install-dev

@@ -44,11 +44,12 @@ def main() -> None:
     options.add_argument("--layers", type=int, default=0, help="0: as many as the shape has")
     options.add_argument("--zero", type=int, nargs="+", default=[3, 1])
     options.add_argument("--row-s", type=float, default=90.0, help="longest that a layout may take")
+    options.add_argument("--wall-s", type=float, default=240.0, help="longest that all may take")
     args = options.parse_args()
     if args.record:
         circumstances(args.commit)
     given = {"shape": args.shape, "layers": args.layers, "checkpointing": "none", "matmul": "same", "tokens": 16}
-    with Ranks(args.gpus, device=args.device) as ranks:
+    with Ranks(args.gpus, device=args.device, wall_s=args.wall_s) as ranks:
         for zero in args.zero:
             try:
                 found = ranks.call(measure, Row(**given, zero=zero), deadline_s=args.row_s)[0]

@@ -28,6 +28,7 @@ from gyre.parallel.start import Seat, child_environment, hold_store, join, leave
 
 START_S = 150.0  # of processes: imports, the device, the first collective
 COLLECTIVE_S = 60.0
+LEAST_S = 10.0  # that a call needs
 GRACE_S = 5.0  # how long the other ranks have to say what they saw, once one has failed
 DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
@@ -47,10 +48,11 @@ class RanksFailed(Exception):
 
 
 class Ranks:
-    """Use as a context manager, so that no process outlives the bench."""
+    """Use as a context manager, so that no process outlives the bench. All calls together end within `wall_s`."""
 
-    def __init__(self, size: int, *, device: str) -> None:
+    def __init__(self, size: int, *, device: str, wall_s: float) -> None:
         self.size, self._device = size, device
+        self._ends_at = time.monotonic() + wall_s
         self._ends: list[Connection] = []
         self._processes: list[Any] = []
         self._store: Any = None
@@ -63,7 +65,9 @@ class Ranks:
 
     def call(self, function: Callable[..., Any], *args: Any, deadline_s: float) -> list[Any]:
         """Results of `function(group, tell, *args)` by rank. The time to start processes, if there are none, is not in
-        `deadline_s`. RanksFailed when a rank raises, dies, or has not answered by then."""
+        `deadline_s`. RanksFailed when a rank raises, dies, or has not answered by then, or when no time is left."""
+        if self.left_s() < LEAST_S:
+            raise RanksFailed({0: {"error": "no time is left for it"}})
         if not self._processes:
             self._start()
         for end in self._ends:
@@ -76,6 +80,10 @@ class Ranks:
         except RanksFailed as error:  # nothing measured is lost
             print_line({"processes": "not cleared, ended", "error": str(error)})
         return found
+
+    def left_s(self) -> float:
+        """Until all must have ended."""
+        return self._ends_at - time.monotonic()
 
     def kill(self) -> None:
         for process in self._processes:
@@ -105,6 +113,7 @@ class Ranks:
         """An answer of each rank."""
         results: dict[int, Any] = {}
         failures: dict[int, Mapping[str, Any]] = {}
+        deadline_s = min(deadline_s, max(0.0, self.left_s()))
         ends_at = time.monotonic() + deadline_s
         while len(results) + len(failures) < self.size:
             waiting = {self._ends[r]: r for r in range(self.size) if r not in results and r not in failures}

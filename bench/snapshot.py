@@ -53,10 +53,11 @@ def main() -> None:
     options.add_argument("--to", type=Path, required=True, help="a folder on the disk to measure; nothing stays there")
     options.add_argument("--write-s", type=float, default=60.0, help="longest that a write is waited for")
     options.add_argument("--row-s", type=float, default=200.0, help="longest that a row may take")
+    options.add_argument("--wall-s", type=float, default=480.0, help="longest that all may take")
     args = options.parse_args()
     if args.record:
         circumstances(args.commit)
-    with Ranks(args.gpus, device=args.device) as ranks:
+    with Ranks(args.gpus, device=args.device, wall_s=args.wall_s) as ranks:
         for text in args.rows:
             row, folder = read_row(text), args.to / f"snapshots-{text.replace(':', '-')}"
             try:

@@ -63,7 +63,7 @@ PEERS = {  # tokens/s per GPU, by shape, matmul and tokens of a sequence; shared
     ("8b", "fp8", 8192): 12_218,
     ("4b", "same", 65_536): 4_818,
 }
-WARM_UP = 3
+WARM_UP, STEPS_SHARE = 3, 0.6  # of a row's time, past which no further step is begun
 PROMPT_SHARE = 64  # of a rollout one token in so many is prompt, and no target
 LOGPROB = -8.0  # of a rollout's tokens; behind a fresh model they all look alike
 
@@ -143,15 +143,11 @@ def main() -> None:
     args = options.parse_args()
     if args.record:
         circumstances(args.commit)  # what a record needs and this machine lacks is told before anything is measured
-    ends_at = time.monotonic() + args.wall_s
-    with Ranks(args.gpus, device=args.device) as ranks:
+    with Ranks(args.gpus, device=args.device, wall_s=args.wall_s) as ranks:
         for row in args.rows:
-            left_s = min(args.row_s, ends_at - time.monotonic())
-            if left_s < 10.0:
-                print_line({"row": row.name, "left_out": "no time"})
-                continue
+            budget_s = STEPS_SHARE * min(args.row_s, ranks.left_s())
             try:
-                found = ranks.call(measure, row, args.steps, left_s * 0.6, deadline_s=left_s)[0]
+                found = ranks.call(measure, row, args.steps, budget_s, deadline_s=args.row_s)[0]
             except RanksFailed as error:
                 what = "out of memory" if error.out_of_memory else "failed"
                 print_line({"row": row.name, what: {str(rank): dict(told) for rank, told in error.by_rank.items()}})

@@ -56,11 +56,12 @@ def main() -> None:
     options.add_argument("--gpus", type=int, default=torch.cuda.device_count())
     options.add_argument("--rows", nargs="+", default=["8b:none:same:8192"])
     options.add_argument("--row-s", type=float, default=240.0, help="longest that a row may take")
+    options.add_argument("--wall-s", type=float, default=560.0, help="longest that all may take")
     args = options.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    for text in args.rows:
-        row = read_row(text) | {"gpus": args.gpus}
-        found = measure_apart(row, args.folder, args.row_s)
+    ends_at = time.monotonic() + args.wall_s
+    for row in [read_row(text) | {"gpus": args.gpus} for text in args.rows]:
+        found = measure_apart(row, args.folder, min(args.row_s, ends_at - time.monotonic() - EXIT_S))
         if "tokens_per_s" in found:
             keep(args.folder / "peer_torchtitan.json", row | found)
         print(json.dumps(row | found), flush=True)

@@ -74,7 +74,7 @@ def test_updates_are_the_same_to_the_bit(tmp_path, how, dtype) -> None:
         assert not optimizer.grad_N.any()
         found.append({name: p.detach().cpu() for name, p in parameters.items()})
         found[-1] |= {f"master.{name}": m.detach().cpu().clone() for name, m in optimizer.masters().items()}
-        found[-1] |= {"exp_avg": optimizer.exp_avg_N.cpu().clone(), "exp_avg_sq": optimizer.exp_avg_sq_N.cpu().clone()}
+        found[-1] |= {name: moment_N.cpu().clone() for name, moment_N in optimizer.moments.items()}
         if home is not None:
             traffic = home.take_traffic()
             assert traffic.in_bytes > 0 and traffic.waited_s >= 0.0

@@ -295,5 +295,5 @@ def test_adamw_is_torchs(betas: tuple[float, float]) -> None:
         start, shape = optimizer.starts[name], optimizer.shapes[name]
         stop = start + part.numel()
         torch.testing.assert_close(
-            optimizer.exp_avg_sq_N[start:stop].view(shape), state["exp_avg_sq"], rtol=2e-6, atol=1e-9
+            optimizer.moments["exp_avg_sq"][start:stop].view(shape), state["exp_avg_sq"], rtol=2e-6, atol=1e-9
         )

@@ -16,6 +16,7 @@ from gyre.planner.features import FEATURES, built_features
 from gyre.planner.gpus import find_gpu
 from gyre.planner.moments import Engine
 from gyre.planner.search import choose
+from gyre.planner.shapes import find_shape, model_numbers
 from gyre.runconfig import RunConfig
 from gyre.wire.clusters import Request, plan_shape
 
@@ -133,6 +134,34 @@ def test_the_memory_line_says_what_is_offloaded_and_why() -> None:
     weights = lines(1, longest=8192, offload_parameters=("actor",))["training", "Memory optimization"].reason
     assert 'trainer.offload_parameters = ["actor"]), as the config says' in weights
     assert "of pinned host memory and 91.5" in given and "under memory.disk_folder" in given
+
+
+def test_the_memory_line_says_what_8_bit_moments_do() -> None:
+    """On and off, in bytes; a model that cannot have them says so; a Gyre without them, too."""
+    off, on = (
+        lines(1, shape="qwen3-0.6b", moments=moments)["training", "Memory optimization"]
+        for moments in ("float32", "8_bit")
+    )
+    assert (off.state, on.state) == ("off", "on")
+    assert "8-bit optimizer states off: trainer.moments = '8_bit' would make 1.13 GiB of 4.44 GiB per GPU" in off.reason
+    assert "8-bit optimizer states on: 1.13 GiB per GPU instead of 4.44 GiB" in on.reason
+    narrow = replace(model_numbers(find_shape("qwen3-0.6b")), hidden_size=896, num_heads=7, mlp_size=1000, head_dim=64)
+    cannot = lines(1, shape="qwen3-0.6b", model=narrow)["training", "Memory optimization"]
+    assert "8-bit optimizer states off: no matrix has rows of whole blocks of 256 numbers" in cannot.reason
+    lacking = replace(SETTINGS, features={**SETTINGS.features, "8-bit optimizer states": False})
+    assert "8-bit optimizer states: not built" in lines(1, settings=lacking)["training", "Memory optimization"].reason
+    assert built_features(RunConfig)["8-bit optimizer states"]
+    precision = lines(1, shape="qwen3-0.6b", moments="8_bit")["training", "Mixed precision"].reason
+    assert "FP32 master weights;" in precision
+
+
+def test_8_bit_moments_make_room() -> None:
+    """A model that needs offloading on one GPU fits without."""
+    here, fixed = Cluster(gpus=1, gpu=find_gpu("h200")), Fixed(offload_optimizer="none")
+    with pytest.raises(MemoryBudgetError):
+        choose(make_job("qwen3-8b"), here, fixed)
+    best = choose(make_job("qwen3-8b", moments="8_bit"), here, fixed).best
+    assert best.fits and best.layout.moments == "8_bit" and "moments in 8 bits" in best.layout.words()
 
 
 def test_lines_follow_the_engine() -> None:

@@ -92,7 +92,7 @@ def test_states_of_one_rank_are_those_of_the_flat_optimizer(dtype) -> None:
     }
     mesh = make_mesh(alone(), 0)
     optimizer = FlatOptimizer(parameters, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, mesh=mesh)
-    flat = (optimizer.grad_N, optimizer.exp_avg_N, optimizer.exp_avg_sq_N, optimizer.master_N)
+    flat = (optimizer.grad_N, *optimizer.moments.values(), optimizer.master_N)
     real = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in flat}
     real |= {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in parameters.values()}
     model = replace(LLAMA, num_parameters=sum(p.numel() for p in parameters.values()))

@@ -351,4 +351,5 @@ def test_state_is_json_and_counts():
     trainer.step_now(make_batch())
     state = json.loads(json.dumps(trainer.snapshot()["state"]))
     assert state.pop("model") == json.loads(json.dumps(asdict(SPEC)))
-    assert state == {"objective": "grpo", "version": 2, "steps_done": 1, "num_updates": {"actor": 2}}
+    counts = {"version": 2, "steps_done": 1, "num_updates": {"actor": 2}}
+    assert state == {"objective": "grpo", "moments": "float32", **counts}

@@ -70,10 +70,10 @@ def test_cuts_hold_each_number_once_and_begin_on_the_grid(found, blocks) -> None
 
 @given(cut_bytes=st.integers(4096, 1 << 30), fields=st.integers(1, 4), size=st.integers(1, 1 << 34))
 def test_cuts_are_no_larger_than_was_said(cut_bytes, fields, size) -> None:
-    numbers = numbers_per_cut(cut_bytes, num_fields=fields, size=size)
+    numbers = numbers_per_cut(cut_bytes, block_bytes=fields * 4 * BLOCK, size=size)
     assert numbers % BLOCK == 0 and BLOCK <= numbers < size / 3 + BLOCK
     assert numbers * fields * 4 <= max(cut_bytes, BLOCK * fields * 4)
-    assert staging_bytes(cut_bytes, num_fields=fields, size=size) == 3 * numbers * fields * 4
+    assert staging_bytes(cut_bytes, block_bytes=fields * 4 * BLOCK, size=size) == 3 * numbers * fields * 4
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

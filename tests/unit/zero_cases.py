@@ -38,8 +38,10 @@ from gyre.weights.gather import ShardSource, gather_runs
 
 # No size divides by 4: shards are uneven, and the last rank has no row of some tensors.
 ODD = replace(SPEC, vocab_size=50, mlp_size=23, tied=False, qkv_bias=True, num_layers=3, head_dim=10, hidden_size=18)
+# Rows of whole blocks of 8-bit moments, but for `out`; ranks share out no matrix evenly.
+BLOCKS = replace(SPEC, hidden_size=256, mlp_size=256, vocab_size=50)
 DEEP = replace(SPEC, num_layers=5)
-SPECS = {"tied": SPEC, "odd": ODD, "deep": DEEP}
+SPECS = {"tied": SPEC, "odd": ODD, "blocks": BLOCKS, "deep": DEEP}
 LAYOUTS = {
     "zero0": ParallelConfig(zero=0),
     "zero1": ParallelConfig(zero=1),
@@ -261,6 +263,34 @@ def equal_away(group: Group | None, kind: str, hows: Sequence[str], folder: str,
         assert own_state.keys() == state.keys()
         wrong += [f"{how}: {name}" for name, tensor in state.items() if not np.array_equal(tensor, own_state[name])]
     return wrong
+
+
+def coded_updates(
+    group: Group | None, *, layout: str = "zero0", dtype: str, how: str | None = None, folder: str = ""
+) -> tuple[dict[str, np.ndarray], list[str]]:
+    """What a snapshot holds after updates with 8-bit moments from gradients that are the same in every layout, and which
+    moments this rank has."""
+    settings: dict[str, Any] = {"spec": "blocks", "dtype": dtype, "layout": layout, "moments": "8_bit"}
+    if how is not None:
+        rank = group.rank if group is not None else 0
+        place = Path(folder) / f"{layout}-{how}-{dtype}" / f"rank-{rank}"
+        settings |= {"disk_folder": place, "offload_cut_bytes": 8192, "offload_deadline_s": 60.0, **AWAY[how]}
+    trainer = trainer_on(group, "sft", weight_decay=0.1, **settings)
+    optimizer = trainer._models.actor.optimizer
+    for step in range(4):
+        generator = torch.Generator().manual_seed(step)
+        state_N = torch.zeros(optimizer.layout.size)
+        for name in sorted(optimizer.shapes):
+            whole_N = torch.randn(int(np.prod(optimizer.shapes[name])), generator=generator)
+            place = optimizer.places[name]
+            state_N[place.at : place.at + place.stop - place.start] = whole_N[place.start : place.stop]
+        optimizer.settle_gradients()
+        for span in optimizer.spans():
+            span.grad_N.copy_(state_N[span.first : span.last])
+        optimizer.update(learning_rate=1e-2, grad_scale=0.5)
+    found = whole(trainer)
+    trainer._close()
+    return found, sorted(optimizer.moments)
 
 
 def sums_by_parts(group: Group, *, layout: str) -> float:

@@ -20,6 +20,7 @@ EXTRAS = {
     "wandb": ("track", 'observe.wandb = "offline" or "online"'),
     "datasets": ("data", 'data.source = "datasets"'),
     "ray": ("cluster", 'cluster.kind = "ray"'),
+    "bitsandbytes": ("moments", 'trainer.moments = "8_bit"'),
     "pyarrow": ("data", 'data.source = "parquet"'),
 }
 

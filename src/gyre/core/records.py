@@ -22,6 +22,7 @@ Phase = Literal["idle", "rollout", "score", "train", "handover", "evaluate"]
 Which = Literal["policy", "reference", "critic", "reward"]
 Checkpointing = Literal["none", "selective", "full"]  # what a training pass keeps of each layer: least with "full"
 Projection = Literal["qkv", "out", "gate_up", "down"]  # the matrices of a decoder layer
+Moments = Literal["float32", "8_bit"]  # what the optimiser keeps of its two moments: floats, or a code and a scale
 Matmul = Literal["same", "fp8"]  # what a layer's matrix products multiply: the compute dtype, or 8-bit floats
 
 

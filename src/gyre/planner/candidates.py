@@ -109,6 +109,7 @@ def layouts(job: Job, cluster: Cluster, fixed: Fixed) -> Iterator[Layout]:
                         offload_optimizer=optimizer,
                         offload_gradients=gradients,
                         offload_parameters=job.offload_parameters,
+                        moments=job.moments,
                     )
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from gyre.planner.activations import layer_bytes
-from gyre.planner.layouts import on_one_gpu, state_bytes
+from gyre.planner.layouts import coded_parameters, on_one_gpu, state_bytes
 from gyre.planner.search import Choice
 from gyre.planner.speed import FP8_GAIN
+from gyre.trainer.blocks import BLOCK
 from gyre.vram.refusals import words
 
 State = Literal["on", "off", "not built"]
@@ -132,15 +133,32 @@ def _memory(choice: Choice, settings: Settings) -> Line:
     held = sum(state_bytes(job.model, job.dtype, layout).values()) * job.copies
     reason = (
         f"states of {words(from_one)} are {ratio:.2f} × what one GPU has to give: the reference's tree says "
-        f"{tree_for(ratio)}; the fastest that fits is {layout.words()}, {words(held)} per GPU; {_offload(choice)}"
+        f"{tree_for(ratio)}; the fastest that fits is {layout.words()}, {words(held)} per GPU; "
+        f"{_moments(choice, settings)}; {_offload(choice)}"
     )
     offloads = layout.offload_optimizer != "none" or layout.offload_gradients or bool(layout.offload_parameters)
-    if not layout.zero and not offloads:
+    if not layout.zero and not offloads and layout.moments == "float32":
         return Line(name="Memory optimization", state="off", reason=reason)
     needed = (["ZeRO"] if layout.zero else []) + (["optimizer offload"] if offloads else [])
     missing = [feature for feature in needed if not settings.features[feature]]
     reason += "".join(f"; {feature}: not built" for feature in missing)
     return Line(name="Memory optimization", state="not built" if missing else "on", reason=reason)
+
+
+def _moments(choice: Choice, settings: Settings) -> str:
+    """What the optimiser's moments take in 8 bits, or would."""
+    if not settings.features["8-bit optimizer states"]:
+        return "8-bit optimizer states: not built"
+    layout, job, name = choice.best.layout, choice.job, "actor.optimizer"
+    wide, coded = (
+        state_bytes(job.model, job.dtype, replace(layout, moments=kind))[name] * job.copies
+        for kind in ("float32", "8_bit")
+    )
+    if not coded_parameters(job.model, "8_bit"):
+        return f"8-bit optimizer states off: no matrix has rows of whole blocks of {BLOCK} numbers"
+    if layout.moments == "8_bit":
+        return f"8-bit optimizer states on: {words(coded)} per GPU instead of {words(wide)}"
+    return f"8-bit optimizer states off: trainer.moments = '8_bit' would make {words(coded)} of {words(wide)} per GPU"
 
 
 def _offload(choice: Choice) -> str:
@@ -185,7 +203,8 @@ def _checkpointing(choice: Choice, settings: Settings) -> Line:
 def _precision(choice: Choice, settings: Settings) -> Line:
     """BF16, or FP16 with loss scaling where there is none; and what FP8 would do or does beside either."""
     gpu, dtype = choice.cluster.gpu, choice.job.dtype
-    name, rest = "Mixed precision", f"FP32 master weights and moments; {_fp8(choice, settings)}"
+    kept = "master weights" if choice.job.moments == "8_bit" else "master weights and moments"
+    name, rest = "Mixed precision", f"FP32 {kept}; {_fp8(choice, settings)}"
     if dtype == "bfloat16":
         return Line(name=name, state="on", reason=f"BF16 compute, {rest}")
     if dtype == "float16":

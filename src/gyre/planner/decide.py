@@ -183,6 +183,7 @@ def _snapshot_bytes(inputs: PlanInputs, device: DeviceKind) -> int:
         reference=inputs.reference,
         average=inputs.reference_average,
         ranks=inputs.ranks,
+        moments=inputs.moments,
     )
 
 

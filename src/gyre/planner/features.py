@@ -21,6 +21,7 @@ FEATURES: Mapping[str, str] = MappingProxyType(
         "activation checkpointing": "trainer.checkpointing",
         "optimizer offload": "trainer.offload_optimizer",
         "FP8 training": "trainer.matmul=fp8",
+        "8-bit optimizer states": "trainer.moments=8_bit",
         "FP16 with loss scaling": "run.dtype=float16",
         "overlapped data loading": "data.prefetch",
         "asynchronous snapshots": "snapshot.background",

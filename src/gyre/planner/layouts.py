@@ -11,19 +11,22 @@ than gpus; states are split within a group and repeated by each.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from gyre.core.records import Checkpointing, Matmul
+from gyre.core.records import Checkpointing, Matmul, Moments
 from gyre.parallel.config import Zero
 from gyre.planner.activations import ITEM_BYTES
 from gyre.planner.plan import DeviceKind, Dtype, ModelNumbers
+from gyre.trainer.blocks import BLOCK, is_coded
 from gyre.trainer.cuts import GRADIENT_BUFFERS, LAYER_ROOMS, SLOTS, numbers_per_cut, staging_bytes
 
 Offload = Literal["none", "host", "disk"]
 
 FLOAT = 4  # bytes of a float32 number
 MOMENTS = 2 * FLOAT
+CODED_BYTES = 2 * (BLOCK + FLOAT)  # both moments of a block: codes, and a scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +40,7 @@ class Layout:
     tokens_per_chunk: int
     offload_optimizer: Offload  # where master weights of their own and moments live
     offload_gradients: bool  # whether the float32 gradient lives in host memory
+    moments: Moments = "float32"
     offload_parameters: tuple[str, ...] = ()  # models whose compute weights live in host memory
 
     @property
@@ -53,15 +57,16 @@ class Layout:
         split = f" in {self.replicas} groups of {self.shard_ranks}" if self.hybrid else ""
         return (
             f"{kind}{split}, checkpointing {self.checkpointing}, chunks of {self.tokens_per_chunk:,} tokens"
-            f"{self._offload_words()}"
+            f"{self._state_words()}"
         )
 
-    def _offload_words(self) -> str:
+    def _state_words(self) -> str:
         place = {"none": "", "host": "on the host", "disk": "on disk"}[self.offload_optimizer]
+        moments = ", moments in 8 bits" if self.moments == "8_bit" else ""
         optimizer = f", optimizer state {place}" if place else ""
         gradients = ", gradients on the host" if self.offload_gradients else ""
         weights = f", weights of {' and '.join(self.offload_parameters)} on the host" if self.offload_parameters else ""
-        return optimizer + gradients + weights
+        return moments + optimizer + gradients + weights
 
     def holds_weights(self, owner: str) -> bool:
         """Whether a model's weights are on the device, of one that is whole."""
@@ -73,12 +78,32 @@ def state_bytes(model: ModelNumbers, dtype: Dtype, layout: Layout, owner: str = 
     `planner.memory.predict_components`."""
     count, shard = model.num_parameters, _shard(model.num_parameters, layout)
     if layout.zero >= 2:
-        sizes = {"params": FLOAT * shard, "grads": FLOAT * shard, "optimizer": MOMENTS * shard}
+        sizes = {"params": FLOAT * shard, "grads": FLOAT * shard}
     else:
-        sizes = {"params": ITEM_BYTES[dtype] * count, "grads": FLOAT * count, "optimizer": MOMENTS * shard}
-        if dtype != "float32" or not layout.holds_weights(owner):
-            sizes["master"] = FLOAT * shard
+        sizes = {"params": ITEM_BYTES[dtype] * count, "grads": FLOAT * count}
+    sizes["optimizer"] = moment_bytes(model, layout)
+    if _own_masters(dtype, layout, owner):
+        sizes["master"] = FLOAT * shard
     return {f"{owner}.{name}": size for name, size in sizes.items()}
+
+
+def moment_bytes(model: ModelNumbers, layout: Layout) -> int:
+    """Both moments of one trained model, on the rank that has most of them: what has no codes may fill a slice of
+    ZeRO-1."""
+    shard, wide = _shard(model.num_parameters, layout), model.num_parameters - coded_parameters(model, layout.moments)
+    wide = min(shard, wide) if layout.zero < 2 else _shard(wide, layout)
+    return MOMENTS * wide + CODED_BYTES * ((shard - wide) // BLOCK)
+
+
+def coded_parameters(model: ModelNumbers, moments: Moments) -> int:
+    """Parameters whose moments are codes."""
+    if moments == "float32":
+        return 0
+    m, hidden = model, model.hidden_size
+    heads = m.query_size + 2 * m.kv_size
+    layer = [(heads, hidden), (hidden, m.query_size), (2 * m.mlp_size, hidden), (hidden, m.mlp_size)]
+    root = [(m.vocab_size, hidden)] * (1 if m.tied else 2)
+    return sum(math.prod(shape) for shape in [*root, *(m.num_layers * layer)] if is_coded(shape))
 
 
 def away_bytes(states: dict[str, int], layout: Layout) -> dict[str, int]:
@@ -109,9 +134,9 @@ def device_staging_bytes(
     model: ModelNumbers, dtype: Dtype, layout: Layout, cut_bytes: int, *, owner: str = "actor"
 ) -> int:
     """Of one trained model: the places on the device through which offloaded state visits it."""
-    fields = _visiting_fields(dtype, layout, owner) + (1 if layout.offload_gradients else 0)
+    visiting = _visiting_bytes(dtype, layout, owner) + (FLOAT * BLOCK if layout.offload_gradients else 0)
     size = _shard(model.num_parameters, layout)
-    return staging_bytes(cut_bytes, num_fields=fields, size=size) if fields else 0
+    return staging_bytes(cut_bytes, block_bytes=visiting, size=size) if visiting else 0
 
 
 def host_staging_bytes(
@@ -124,23 +149,28 @@ def host_staging_bytes(
     device: DeviceKind = "cuda",
 ) -> int:
     """Of one trained model: what lies between a file and a GPU, and between gradients and their sum."""
-    fields, size = _visiting_fields(dtype, layout, owner), _shard(model.num_parameters, layout)
+    visiting, size = _visiting_bytes(dtype, layout, owner), _shard(model.num_parameters, layout)
     found = 0
     if layout.offload_optimizer == "disk" and device == "cuda":
-        shown = fields + (1 if layout.offload_gradients else 0)
-        found += SLOTS * fields * FLOAT * numbers_per_cut(cut_bytes, num_fields=shown, size=size)
+        shown = visiting + (FLOAT * BLOCK if layout.offload_gradients else 0)
+        found += SLOTS * numbers_per_cut(cut_bytes, block_bytes=shown, size=size) // BLOCK * visiting
     if layout.offload_gradients:
         count = size if layout.zero >= 2 else model.num_parameters
         found += GRADIENT_BUFFERS * min(cut_bytes, FLOAT * count)
     return found
 
 
-def _visiting_fields(dtype: Dtype, layout: Layout, owner: str) -> int:
-    """Float32 numbers of the optimizer state, per parameter, that visit the device."""
+def _visiting_bytes(dtype: Dtype, layout: Layout, owner: str) -> int:
+    """Of a place on the device for a block of optimizer state: a place has room for moments of both kinds."""
     if layout.offload_optimizer == "none":
         return 0
-    own_masters = dtype != "float32" or not layout.holds_weights(owner)
-    return 3 if layout.zero < 2 and own_masters else 2
+    master = FLOAT if _own_masters(dtype, layout, owner) else 0
+    return (master + MOMENTS) * BLOCK + (CODED_BYTES if layout.moments == "8_bit" else 0)
+
+
+def _own_masters(dtype: Dtype, layout: Layout, owner: str) -> bool:
+    """Whether master weights are others than those that are computed with."""
+    return layout.zero < 2 and (dtype != "float32" or not layout.holds_weights(owner))
 
 
 def _is_away(params: str, layout: Layout) -> bool:

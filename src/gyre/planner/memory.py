@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gyre.core.records import Checkpointing, Matmul, Phase, Tier
+from gyre.core.records import Checkpointing, Matmul, Moments, Phase, Tier
 from gyre.engine.config import plan_num_slots
 from gyre.engine.gpu_layout import buffer_bytes
 from gyre.planner.activations import (
@@ -24,7 +24,9 @@ from gyre.planner.activations import (
     saved_bytes,
 )
 from gyre.planner.layouts import (
+    CODED_BYTES,
     Layout,
+    coded_parameters,
     device_staging_bytes,
     frozen_bytes,
     gathered_bytes,
@@ -34,6 +36,7 @@ from gyre.planner.layouts import (
     state_bytes,
 )
 from gyre.planner.plan import ComponentPlan, DeviceKind, Dtype, ModelNumbers, PlanInputs, Saving, Shards
+from gyre.trainer.blocks import BLOCK
 from gyre.trainer.cuts import LAYER_ROOMS, SLOTS
 from gyre.vram.config import Leave
 from gyre.vram.phases import default_needs, leave_tiers, match_name, needing_phases
@@ -154,12 +157,21 @@ def _gathered_to_score(inputs: PlanInputs, dtype: Dtype) -> int:
 
 
 def staging_bytes(
-    model: ModelNumbers, dtype: Dtype, *, trained: int, reference: bool, average: bool, ranks: int
+    model: ModelNumbers,
+    dtype: Dtype,
+    *,
+    trained: int,
+    reference: bool,
+    average: bool,
+    ranks: int,
+    moments: Moments = "float32",
 ) -> int:
-    """Host bytes per rank that background snapshots are staged in: masters and two moments in float32 of each trained
+    """Host bytes per rank that background snapshots are staged in: float32 masters and both moments of each trained
     model, the reference, its average. Ranks share it evenly, whatever the layout."""
-    each = 12 * trained + (ITEM_BYTES[dtype] if reference else 0) + (4 if reference and average else 0)
-    return -(-each * model.num_parameters // ranks)
+    coded = coded_parameters(model, moments)
+    state = 12 * model.num_parameters - 8 * coded + CODED_BYTES * (coded // BLOCK)
+    frozen = (ITEM_BYTES[dtype] if reference else 0) + (4 if reference and average else 0)
+    return -(-(trained * state + frozen * model.num_parameters) // ranks)
 
 
 def predict_components(
@@ -199,7 +211,10 @@ def _trained(
     tiers = {"params": weights, "grads": ("host",) if inputs.offload_gradients else BRIEF}
     item, count = 4 if layout.zero >= 2 else ITEM_BYTES[dtype], model.num_parameters
     split = f" / {layout.shard_ranks} ranks" if layout.zero else ""
-    each = {"params": f"{item}", "grads": "4", "optimizer": "2 moments × 4", "master": "4"}
+    moments = "2 moments × 4"
+    if coded := coded_parameters(model, inputs.moments):
+        moments = f"2 moments × 4, or of {coded} 1 and a scale of 4 per {BLOCK},"
+    each = {"params": f"{item}", "grads": "4", "optimizer": moments, "master": "4"}
     rows: list[tuple[str, int, tuple[Tier, ...], str]] = []
     for name, size_bytes in state_bytes(model, dtype, layout, owner).items():
         kind = name.rpartition(".")[2]
@@ -228,6 +243,7 @@ def _layout(inputs: PlanInputs, owner: str) -> Layout:
         offload_optimizer=inputs.offload_optimizer,
         offload_gradients=inputs.offload_gradients,
         offload_parameters=inputs.offload_parameters,
+        moments=inputs.moments,
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gyre.core.records import Matmul
+from gyre.core.records import Matmul, Moments
 from gyre.planner.activations import (
     ITEM_BYTES,
     again_bytes,
@@ -78,6 +78,7 @@ class Job:
     updates_per_step: int = 1  # between two hand-overs to the engine
     target_share: float = 1.0  # of the tokens that have a loss
     matmul: Matmul = "same"
+    moments: Moments = "float32"
     critic: bool = False
     reference: bool = False
     reward_model: ModelNumbers | None = None
@@ -212,6 +213,7 @@ def host_bytes_of(job: Job, layout: Layout, residency: Residency) -> int:
             reference=job.reference,
             average=job.reference_average,
             ranks=layout.gpus,
+            moments=layout.moments,
         )
     if residency == "resident":
         return sum(away.values())

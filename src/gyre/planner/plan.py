@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from gyre.core.errors import SnapshotError
-from gyre.core.records import Checkpointing, Matmul, Phase, Tier
+from gyre.core.records import Checkpointing, Matmul, Moments, Phase, Tier
 from gyre.parallel.config import Zero
 from gyre.vram.config import Leave, Residency
 
@@ -109,6 +109,7 @@ class PlanInputs:
     tokens_per_chunk: int | None = None
     checkpointing: Checkpointing = "none"
     matmul: Matmul = "same"
+    moments: Moments = "float32"
     offload_optimizer: Literal["none", "host", "disk"] = "none"
     offload_gradients: bool = False
     offload_parameters: tuple[str, ...] = ()  # models whose weights live in host memory

@@ -2,7 +2,7 @@
 same tensors, changed. Caller: trainer.optim, which any function of the same form can serve in place of `update_span`.
 """
 
-# N numbers of a span
+# N numbers of a span, B blocks of them
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 
 from gyre.kernels.choose import load_adamw
+from gyre.trainer.blocks import BLOCK
 
 BLOCK_CPU = 1 << 17  # numbers per pass: five buffers of a block stay in the caches between the passes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Numbers that this rank updates: views of one length, at `first` of the rank's flat state."""
+    """Numbers that this rank updates: views of one length, at `first` of the rank's flat state. Moments are float32, or
+    uint8 codes with a scale for each block."""
 
     first: int
     weight_N: Tensor
@@ -28,14 +30,17 @@ class Span:
     exp_avg_N: Tensor
     exp_avg_sq_N: Tensor
     decays: bool
+    exp_avg_scale_B: Tensor | None = None  # of each block: the moments are codes then
+    exp_avg_sq_scale_B: Tensor | None = None
 
     @property
     def last(self) -> int:
         return self.first + len(self.weight_N)
 
     def part(self, first: int, last: int) -> Span:
-        """Numbers [first, last) of the state, which lie in the span."""
+        """Numbers [first, last) of the state, which lie in the span; whole blocks, if the moments are codes."""
         at = slice(first - self.first, last - self.first)
+        blocks = slice(at.start // BLOCK, at.stop // BLOCK)
         return Span(
             first=first,
             weight_N=self.weight_N[at],
@@ -43,6 +48,8 @@ class Span:
             exp_avg_N=self.exp_avg_N[at],
             exp_avg_sq_N=self.exp_avg_sq_N[at],
             decays=self.decays,
+            exp_avg_scale_B=None if self.exp_avg_scale_B is None else self.exp_avg_scale_B[blocks],
+            exp_avg_sq_scale_B=None if self.exp_avg_sq_scale_B is None else self.exp_avg_sq_scale_B[blocks],
         )
 
 
@@ -74,10 +81,10 @@ def update_span(span: Span, numbers: Numbers) -> None:
         return
     block = BLOCK_CPU if device_type == "cpu" else size
     for start in range(0, size, max(1, block)):
-        _update_block(span.part(span.first + start, span.first + min(start + block, size)), numbers)
+        update_block(span.part(span.first + start, span.first + min(start + block, size)), numbers)
 
 
-def _update_block(span: Span, numbers: Numbers) -> None:
+def update_block(span: Span, numbers: Numbers) -> None:
     """Same order of operations as torch.optim.AdamW. The gradient's place serves as scratch and is left zero."""
     (beta1, beta2), rate, count = numbers.betas, numbers.learning_rate, numbers.num_updates
     weight_N, grad_N, exp_avg_N, exp_avg_sq_N = span.weight_N, span.grad_N, span.exp_avg_N, span.exp_avg_sq_N

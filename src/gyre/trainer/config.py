@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from gyre.core.config import Section
 from gyre.core.errors import ConfigError
-from gyre.core.records import Checkpointing, Matmul
+from gyre.core.records import Checkpointing, Matmul, Moments
 
 
 class TrainerConfig(Section):
@@ -51,6 +51,11 @@ class TrainerConfig(Section):
     floats, each operand scaled by its largest number; for a GPU of compute capability 8.9 or more, and slowly on a CPU.
     Embedding, head, norms and attention stay in run.dtype, as do matrices with a size that 16 does not divide; master
     weights and the engine's weights are the same either way."""
+    moments: Moments = "float32"
+    """How AdamW keeps its two moments. float32: 8 bytes per parameter. 8_bit: a code of 8 bits for each number and a
+    float32 scale for each 256 of them, 2.03 bytes per parameter, by the library bitsandbytes (extra `moments`). It is
+    for matrices whose rows are whole blocks of 256 numbers; what else is trained stays float32, as do master weights.
+    Changes what is learnt by a little. A snapshot of the one is no snapshot of the other."""
     offload_optimizer: Literal["none", "host", "disk"] = "none"
     """Where master weights of their own and both moments live. none: on the device. host: in pinned host memory. disk:
     in a file under `memory.disk_folder`. They visit the device in cuts for each update; its numbers are the same. On a
@@ -120,7 +125,7 @@ class SnapshotConfig(Section):
     """Loop steps between snapshots; 0 writes one at the end of a stage only."""
     background: bool = False
     """Train on while a snapshot is written: each rank stages its part in host memory first, which stays taken (12 bytes
-    per parameter over the number of ranks; the planner counts them)."""
+    per parameter, 6 with moments in 8 bits, over the number of ranks; the planner counts them)."""
     deadline_s: float = Field(default=1800.0, gt=0.0)
     """Longest that a save, or the end of a stage, waits for the one that is being written in the background."""
     keep: int = Field(default=2, ge=1)

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-BLOCK = 256  # numbers
+from gyre.trainer.blocks import BLOCK
+
 FLOAT_BYTES = 4
 GRADIENT_BUFFERS = 2  # of a cut's size, through which gradients go to the host
 LAYER_ROOMS = 2  # places on the device for layers whose weights are away: one that computes, one on its way in
@@ -39,16 +40,16 @@ class Cut:
         return self.last - self.first
 
 
-def numbers_per_cut(cut_bytes: int, *, num_fields: int, size: int) -> int:
-    """Numbers of a cut of `cut_bytes`, where each number has `num_fields` float32 values: whole blocks, at least one,
-    and so few that the places on the device together are no larger than a state of `size` numbers."""
+def numbers_per_cut(cut_bytes: int, *, block_bytes: int, size: int) -> int:
+    """Numbers of a cut of `cut_bytes`, where a block of numbers has `block_bytes`: whole blocks, at least one, and so
+    few that the places on the device together are no larger than a state of `size` numbers."""
     most = -(-max(1, size) // (SLOTS * BLOCK)) * BLOCK
-    return min(most, max(1, cut_bytes // (BLOCK * num_fields * FLOAT_BYTES)) * BLOCK)
+    return min(most, max(1, cut_bytes // block_bytes) * BLOCK)
 
 
-def staging_bytes(cut_bytes: int, *, num_fields: int, size: int) -> int:
+def staging_bytes(cut_bytes: int, *, block_bytes: int, size: int) -> int:
     """Of all places on the device together."""
-    return SLOTS * num_fields * numbers_per_cut(cut_bytes, num_fields=num_fields, size=size) * FLOAT_BYTES
+    return SLOTS * numbers_per_cut(cut_bytes, block_bytes=block_bytes, size=size) // BLOCK * block_bytes
 
 
 def plan_cuts(spans: Sequence[tuple[int, int]], *, numbers: int) -> tuple[Cut, ...]:

@@ -6,11 +6,11 @@ On the device nothing is streamed. "host" is pinned memory beside a GPU and plai
 nothing; "disk" is a file.
 """
 
-# N numbers of a flat buffer, S slots, F fields that visit the device
+# N numbers of a flat buffer, S slots, X bytes of all slots
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 from gyre.core.errors import ConfigError
+from gyre.trainer.blocks import BLOCK
 from gyre.trainer.config import TrainerConfig
 from gyre.trainer.cuts import FLOAT_BYTES, GRADIENT_BUFFERS, SLOTS, numbers_per_cut
+from gyre.trainer.fields import Field, gradient_field, state_fields
 from gyre.trainer.host_gradients import HostGradients
 from gyre.trainer.offload import FileCarrier, HostCarrier, Slot, Stream, Traffic
 from gyre.trainer.state_file import StateFile
@@ -58,7 +60,8 @@ class Home:
         self._file: StateFile | None = None
         self._carrier: HostCarrier | FileCarrier | None = None
         self.buffers: dict[str, Tensor] = {}
-        self.staging_SFN: Tensor | None = None
+        self.fields: tuple[Field, ...] = ()
+        self.staging_X: Tensor | None = None
         self.stream: Stream | None = None
         self.sums: HostGradients | None = None
 
@@ -85,34 +88,34 @@ class Home:
             progress=progress,
         )
 
-    def make(self, size: int, *, gradient_size: int, keeps_master: bool) -> dict[str, Tensor]:
-        """Zeroed float32 buffers: "exp_avg", "exp_avg_sq", "grad", and "master" if it is kept apart. `size`: numbers of
-        the state."""
-        fields = (["master"] if keeps_master else []) + ["exp_avg", "exp_avg_sq"]
+    def make(
+        self, size: int, *, gradient_size: int, keeps_master: bool, num_coded: int | None = None
+    ) -> dict[str, Tensor]:
+        """Zeroed buffers: one of each of `state_fields`, by name, and "grad". `size`: numbers of the state."""
+        self.fields = state_fields(size, num_coded=num_coded, keeps_master=keeps_master)
         if self.state == "none":
-            self.buffers = {field: self._on_device(size) for field in fields}
+            self.buffers = {field.name: self._on_device(field.size, field.dtype) for field in self.fields}
         elif self.state == "host":
-            owner = {"master": "master", "exp_avg": "optimizer", "exp_avg_sq": "optimizer"}
-            self.buffers = {field: self._on_host(owner[field], size).view(torch.float32) for field in fields}
+            self.buffers = {field.name: self._on_host(_owner(field), field.size, field.dtype) for field in self.fields}
         else:
             assert self._folder is not None
-            sizes = dict.fromkeys(fields, size)
-            self._file = StateFile(self._folder, f"{self.name}.optimizer", sizes, self._emit)
+            kinds = {field.name: (field.size, field.dtype) for field in self.fields}
+            self._file = StateFile(self._folder, f"{self.name}.optimizer", kinds, self._emit)
             self.buffers = dict(self._file.buffers)
-        away = fields if self.state != "none" else []
-        grad_N = self._on_host("grads", gradient_size).view(torch.float32) if self.gradients else None
+        away = self.fields if self.state != "none" else ()
+        grad_N = self._on_host("grads", gradient_size) if self.gradients else None
         self.buffers["grad"] = self._on_device(gradient_size) if grad_N is None else grad_N
         if grad_N is not None:
             self._make_sums(grad_N)
         if away or self.gradients:
             self._make_stream(size, away)
-            self._tell(size, away)
+            self._tell(away)
         return self.buffers
 
     def room_for_weights(self, size_bytes: int) -> Tensor:
         """Zeroed uint8 in host memory, for the compute weights. Called once."""
         assert self.weights and "params" not in self._host
-        return self._on_host("params", size_bytes, item_bytes=1)
+        return self._on_host("params", size_bytes, torch.uint8)
 
     def check(self) -> None:
         """Before the state is read or written as it lies: SnapshotError if it is torn or its file is short. Waits for
@@ -152,9 +155,9 @@ class Home:
                 )
             )
         if self._file is not None:
-            file, parts = self._file, {"optimizer": ("exp_avg", "exp_avg_sq"), "master": ("master",)}
-            for part, fields in parts.items():
-                size_bytes = sum(file.bytes_of(field) for field in fields)
+            file = self._file
+            for part in ("optimizer", "master"):
+                size_bytes = sum(file.bytes_of(field.name) for field in self.fields if _owner(field) == part)
                 if size_bytes:
                     held = lambda size_bytes=size_bytes: size_bytes if file.is_whole() else 0  # noqa: E731
                     pools.append(FixedPool(f"{self.name}.{part}", "disk", size_bytes=size_bytes, held_bytes=held))
@@ -170,36 +173,42 @@ class Home:
             self._file.close()
         self.buffers, self._file, self._host = {}, None, {}
 
-    def _on_device(self, size: int) -> Tensor:
-        return torch.zeros(size, dtype=torch.float32, device=self.device)
+    def _on_device(self, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Zeroed items. Where there are none there is a storage all the same, which a component can move."""
+        return torch.zeros(max(1, size), dtype=dtype, device=self.device)[:size]
 
-    def _on_host(self, part: str, size: int, item_bytes: int = FLOAT_BYTES) -> Tensor:
-        """Zeroed bytes of a component's."""
-        buffer = HostBuffer(
-            max(1, size) * item_bytes, pin=self.device.type == "cuda", owner=f"component {self.name}.{part}"
-        )
+    def _on_host(self, part: str, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Zeroed items of a component's."""
+        size_bytes = max(1, size) * dtype.itemsize
+        buffer = HostBuffer(size_bytes, pin=self.device.type == "cuda", owner=f"component {self.name}.{part}")
         self._host.setdefault(part, []).append(buffer)
-        return buffer.bytes[: size * item_bytes]
+        return buffer.bytes.view(dtype)[:size]
 
     def _make_sums(self, grad_N: Tensor) -> None:
         size_bytes = min(self._cut_bytes, FLOAT_BYTES * len(grad_N))
-        buffers = [self._on_host("staging_host", size_bytes, item_bytes=1) for _ in range(GRADIENT_BUFFERS)]
+        buffers = [self._on_host("staging_host", size_bytes, torch.uint8) for _ in range(GRADIENT_BUFFERS)]
         self.sums = HostGradients(grad_N, buffers, self.device, self._deadline_s)
 
-    def _make_stream(self, size: int, away: list[str]) -> None:
-        fields = [*away, *(["grad"] if self.gradients else [])]
-        numbers = numbers_per_cut(self._cut_bytes, num_fields=len(fields), size=size)
-        self.staging_SFN = torch.zeros(SLOTS, len(fields), numbers, dtype=torch.float32, device=self.device)
-        slots = [Slot(device=dict(zip(fields, slot_FN, strict=True)), host={}) for slot_FN in self.staging_SFN]
+    def _make_stream(self, size: int, away: Sequence[Field]) -> None:
+        fields = [*away, *([gradient_field(size)] if self.gradients else [])]
+        block_bytes = sum(BLOCK // field.block * field.dtype.itemsize for field in fields)
+        numbers = numbers_per_cut(self._cut_bytes, block_bytes=block_bytes, size=size)
+        fields.sort(key=lambda field: field.block)  # small items last, so that the others lie on whole lines
+        spaces = [SLOTS * numbers // field.block * field.dtype.itemsize for field in fields]
+        self.staging_X = torch.zeros(sum(spaces), dtype=torch.uint8, device=self.device)
+        parts = zip(fields, self.staging_X.split(spaces), strict=True)
+        places = {field.name: part_X.view(field.dtype).view(SLOTS, -1) for field, part_X in parts}
+        slots = [Slot(device={name: place_S[at] for name, place_S in places.items()}, host={}) for at in range(SLOTS)]
         if self._file is not None:
             for slot in slots:
-                slot.host = {field: self._beside(slot.device[field]) for field in away}
-            self._carrier = FileCarrier(self._file, self.device, self._deadline_s, self.progress)
+                slot.host = {field.name: self._beside(slot.device[field.name]) for field in away}
+            self._carrier = FileCarrier(self._file, away, self.device, self._deadline_s, self.progress)
         elif away:
-            self._carrier = HostCarrier({field: self.buffers[field] for field in away}, self.device, self._deadline_s)
+            self._carrier = HostCarrier(self.buffers, away, self.device, self._deadline_s)
         self.stream = Stream(
             slots,
             self._carrier,
+            fields=fields,
             numbers=numbers,
             device=self.device,
             deadline_s=self._deadline_s,
@@ -211,16 +220,21 @@ class Home:
         """Host memory that a file is read to, for a place on the device; on a CPU the place itself."""
         if self.device.type == "cpu":
             return slot_N
-        return self._on_host("staging_host", len(slot_N)).view(torch.float32)
+        return self._on_host("staging_host", len(slot_N), slot_N.dtype)
 
-    def _tell(self, size: int, away: list[str]) -> None:
-        assert self.staging_SFN is not None
+    def _tell(self, away: Sequence[Field]) -> None:
+        assert self.staging_X is not None
         self._emit(
             "trainer.offload",
             learner=self.name,
             optimizer=self.state,
             gradients=self.gradients,
-            size_bytes=FLOAT_BYTES * size * len(away),
-            staging_bytes=self.staging_SFN.numel() * FLOAT_BYTES,
+            size_bytes=sum(field.size * field.dtype.itemsize for field in away),
+            staging_bytes=self.staging_X.numel(),
             path="" if self._file is None else str(self._file.path),
         )
+
+
+def _owner(field: Field) -> str:
+    """The component that it belongs to."""
+    return "master" if field.name == "master" else "optimizer"

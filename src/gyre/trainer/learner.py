@@ -7,15 +7,20 @@ Caller: trainer.native.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from gyre.core.errors import ConfigError
 from gyre.core.records import Checkpointing, Projection, Tier
 from gyre.models.decoder import Decoder
 from gyre.models.heads import ScalarHead
 from gyre.parallel.mesh import Split
+from gyre.trainer.adamw8 import CodedUpdate
+from gyre.trainer.blocks import BLOCK
 from gyre.trainer.config import TrainerConfig, refuse_cut
 from gyre.trainer.float8 import float8_projections, float8_shard, share_amaxes
 from gyre.trainer.home import Home
@@ -76,7 +81,13 @@ class Learner:
             weight_decay=config.weight_decay,
             mesh=split.mesh,
             home=self.home,
+            **_update_of(config, device),
         )  # which gives a blank decoder that is not cut the storage that it computes with
+        if config.moments == "8_bit" and not self.optimizer.coded:
+            raise ConfigError(
+                f'trainer.moments = "8_bit": no matrix of the {name} has rows of whole blocks of {BLOCK} numbers',
+                hint='set trainer.moments = "float32"',
+            )
         place_constants(decoder, split.mesh.world.device)
         if weights is not None:
             self._fill(weights)
@@ -125,11 +136,11 @@ class Learner:
         if not self.home.gradients:
             contents["grads"] = {"grad": optimizer.grad_N}
         if self.home.state == "none":
-            contents["optimizer"] = {"exp_avg": optimizer.exp_avg_N, "exp_avg_sq": optimizer.exp_avg_sq_N}
+            contents["optimizer"] = optimizer.moments
             if masters := optimizer.master_tensors():
                 contents["master"] = masters
-        if self.home.staging_SFN is not None:
-            contents["staging"] = {"slots": self.home.staging_SFN}
+        if self.home.staging_X is not None:
+            contents["staging"] = {"slots": self.home.staging_X}
         brief: tuple[Tier, ...] = ("device", "none")  # zero, or of no meaning, between steps: nothing to keep
         tiers = {"grads": brief, "staging": brief, "rooms": brief}
         keeps_addresses = not is_sharded(self.decoder)
@@ -150,30 +161,26 @@ class Learner:
         Offloaded state is read and written where it lies: host memory, or the mapped file."""
         self.home.check()
         optimizer, split = self.optimizer, self.split
-        weights = "master" if optimizer.master_tensors() else "params"
-
-        def cut(flat: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            return optimizer.runs(flat["flat"])
-
-        masters = {name: tensor.detach() for name, tensor in optimizer.masters().items()}
-        contents = {
-            "master": (weights, masters, dict),
-            "exp_avg": ("optimizer", {"flat": optimizer.exp_avg_N}, cut),
-            "exp_avg_sq": ("optimizer", {"flat": optimizer.exp_avg_sq_N}, cut),
-        }
-        return [
-            Holding(
-                component=f"{self.name}.{component}",
-                prefix=f"{self.name}.{kind}.",
-                layout=optimizer.layout,
-                rank=split.mesh.shard.rank,
-                dtype=torch.float32,
-                tensors=tensors,
-                cut=how,
-                sharers=sharers(optimizer.layout, split.mesh),
+        hold = partial(Holding, rank=split.mesh.shard.rank, sharers=sharers(optimizer.layout, split.mesh))
+        masters = hold(
+            component=f"{self.name}.{'master' if optimizer.master_tensors() else 'params'}",
+            prefix=f"{self.name}.master.",
+            layout=optimizer.layout,
+            dtype=torch.float32,
+            tensors={name: tensor.detach() for name, tensor in optimizer.masters().items()},
+        )
+        moments = [
+            hold(
+                component=f"{self.name}.optimizer",
+                prefix=f"{self.name}.{field.name}.",
+                layout=optimizer.field_layout(field),
+                dtype=field.dtype,
+                tensors={"flat": optimizer.moments[field.name]},
+                cut=lambda flat, field=field: optimizer.field_runs(field, flat["flat"]),
             )
-            for kind, (component, tensors, how) in contents.items()
+            for field in optimizer.fields
         ]
+        return [masters, *moments]
 
     def restore(self, source: PartSource, num_updates: int) -> None:
         """Take this rank's part of a snapshot that was found to fit, in place. Collective: new weights go to all."""
@@ -184,3 +191,8 @@ class Learner:
         self.optimizer.num_updates = num_updates
         self.optimizer.refresh_compute()
         self.weights_changed()
+
+
+def _update_of(config: TrainerConfig, device: torch.device) -> dict[str, Any]:
+    """What an optimiser is told of its moments."""
+    return {"codes": True, "update_span": CodedUpdate(device)} if config.moments == "8_bit" else {}

@@ -48,6 +48,7 @@ from gyre.parallel.config import ParallelConfig
 from gyre.parallel.group import Group, alone
 from gyre.parallel.mesh import Splitter
 from gyre.trainer.batches import EpochPlan, Planner, Update
+from gyre.trainer.blocks import BLOCK
 from gyre.trainer.config import TrainerConfig
 from gyre.trainer.evaluation import Evaluator
 from gyre.trainer.float8 import projection_shapes
@@ -200,6 +201,7 @@ class NativeTrainer:
         self._models, self._reference = Models(actor=actor, critic=learner, logprobs=logprobs), reference
         self._loss_scale = LossScale() if actor.dtype == torch.float16 else None
         self._tell_float8()
+        self._tell_moments()
 
     # PolicyTrainer ---------------------------------------------------------------------------------------------------
 
@@ -255,6 +257,7 @@ class NativeTrainer:
             "model": self._model,
             "version": self._version,
             "steps_done": self._steps_done,
+            "moments": self._config.moments,
             "num_updates": {learner.name: learner.optimizer.num_updates for learner in self._models.learners},
         }
         if self._loss_scale is not None:
@@ -393,6 +396,21 @@ class NativeTrainer:
             told = {"learner": learner.name, "layers": sorted(learner.float8), "gathered": gathered}
             self._emit("trainer.float8", **told, left_wide=wide, counted=bool(wide))
 
+    def _tell_moments(self) -> None:
+        """How much of the moments is codes, and which matrices have none although that was asked for."""
+        for learner in self._models.learners if self._config.moments == "8_bit" else ():
+            optimizer = learner.optimizer
+            numbers = {name: math.prod(shape) for name, shape in optimizer.shapes.items()}
+            wide = [name for name, decays in optimizer.decays.items() if decays and name not in optimizer.coded]
+            self._emit(
+                "trainer.moments",
+                learner=learner.name,
+                coded_numbers=sum(numbers[name] for name in optimizer.coded),
+                numbers=sum(numbers.values()),
+                left_wide={name: f"{optimizer.shapes[name]}: {BLOCK} does not divide its rows" for name in wide},
+                counted=bool(wide),
+            )
+
     def _follow_policy(self, step: int) -> None:
         """Renew the reference when that is due, wherever it is parked."""
         due = self._reference.due(self._steps_done) if self._reference is not None else None
@@ -454,6 +472,11 @@ class NativeTrainer:
             raise SnapshotError(
                 f"the snapshot is of objective '{numbers['objective']}', this run has '{self._objective.kind}'",
                 hint="resume with the config that the run was started with",
+            )
+        if (its := numbers.get("moments", "float32")) != self._config.moments:
+            raise SnapshotError(
+                f'the snapshot is of a run with trainer.moments = "{its}", this run has "{self._config.moments}"',
+                hint=f'resume with trainer.moments = "{its}", or begin a new run from its weights',
             )
         for key, mine in self._model.items():
             if (its := numbers["model"].get(key)) != mine:

@@ -7,12 +7,12 @@ device (slots). Host memory is copied by two lanes; a file is read by one thread
 memory where there is a GPU. A slot is filled again only when what it held is back, so nothing queues up.
 """
 
-# N numbers of a cut, S slots, F fields of the state
+# N numbers of a cut
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -23,12 +23,12 @@ from torch import Tensor
 from gyre.core.errors import DeadlineError, GyreError, SnapshotError
 from gyre.trainer.adamw import Span
 from gyre.trainer.cuts import Cut, plan_cuts
+from gyre.trainer.fields import Field
 from gyre.trainer.lanes import Mark, Reached, compute_lane, make_lane, make_thread, seconds_between, wait_for
 from gyre.trainer.state_file import StateFile
 
 Sent = tuple[Tensor, Tensor]  # where to in host memory, what from the device
 LOOK_S = 1.0  # between two signs of life while a disk is waited for
-FIELDS = {"master": "weight_N", "exp_avg": "exp_avg_N", "exp_avg_sq": "exp_avg_sq_N", "grad": "grad_N"}
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class Traffic:
 class Slot:
     """One place on the device for a cut."""
 
-    device: dict[str, Tensor]  # [N] by field
+    device: dict[str, Tensor]  # by field, its items of a cut
     host: dict[str, Tensor]  # where a file is read to and written from; on a CPU the same memory
     computed: Mark = field(default_factory=Reached)  # the update of what it holds
     gradient: Mark = field(default_factory=Reached)  # its gradient has come
@@ -83,8 +83,10 @@ class Carrier(Protocol):
 class HostCarrier:
     """Between the device and host memory."""
 
-    def __init__(self, buffers: Mapping[str, Tensor], device: torch.device, deadline_s: float) -> None:
-        self._buffers, self._deadline_s = buffers, deadline_s
+    def __init__(
+        self, buffers: Mapping[str, Tensor], fields: Sequence[Field], device: torch.device, deadline_s: float
+    ) -> None:
+        self._buffers, self._fields, self._deadline_s = buffers, fields, deadline_s
         self._in, self._out = make_lane(device), make_lane(device)
 
     def settle(self) -> None:
@@ -93,8 +95,8 @@ class HostCarrier:
     def fetch(self, cut: Cut, slot: Slot) -> None:
         self._in.after(slot.computed)
         self._in.after(slot.stored or Reached())
-        for name, flat_N in self._buffers.items():
-            self._in.copy(slot.device[name][: cut.size], flat_N[cut.first : cut.last])
+        for name, here, there in _in_cut(self._fields, cut):
+            self._in.copy(slot.device[name][here], self._buffers[name][there])
         slot.fetched = self._in.mark()
 
     def fetched(self, slot: Slot) -> Mark:
@@ -104,8 +106,8 @@ class HostCarrier:
         self._out.after(slot.computed)
         for target_N, source_N in beside:
             self._out.copy(target_N, source_N)
-        for name, flat_N in self._buffers.items():
-            self._out.copy(flat_N[cut.first : cut.last], slot.device[name][: cut.size])
+        for name, here, there in _in_cut(self._fields, cut):
+            self._out.copy(self._buffers[name][there], slot.device[name][here])
         slot.stored = self._out.mark()
 
     def drain(self, slots: Sequence[Slot]) -> None:
@@ -120,9 +122,16 @@ class HostCarrier:
 class FileCarrier:
     """Between the device and a file. `close` before the file's own."""
 
-    def __init__(self, file: StateFile, device: torch.device, deadline_s: float, progress: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        file: StateFile,
+        fields: Sequence[Field],
+        device: torch.device,
+        deadline_s: float,
+        progress: Callable[[], None],
+    ) -> None:
         """`progress` is called while the disk is waited for: that has a deadline of its own."""
-        self._file, self._deadline_s, self._progress = file, deadline_s, progress
+        self._file, self._fields, self._deadline_s, self._progress = file, fields, deadline_s, progress
         self._in, self._out = make_lane(device), make_lane(device)
         self._reader, self._writer = make_thread("offload-read", device), make_thread("offload-write", device)
         self._flushed: Future[None] | None = None
@@ -143,9 +152,9 @@ class FileCarrier:
         self._out.after(slot.computed)
         for target_N, source_N in beside:
             self._out.copy(target_N, source_N)
-        for name, host_N in slot.host.items():
-            if host_N is not slot.device[name]:
-                self._out.copy(host_N[: cut.size], slot.device[name][: cut.size])
+        for name, here, _ in _in_cut(self._fields, cut):
+            if slot.host[name] is not slot.device[name]:
+                self._out.copy(slot.host[name][here], slot.device[name][here])
         slot.stored = self._writer.submit(self._write, cut, slot, self._out.mark())
 
     def drain(self, slots: Sequence[Slot]) -> None:
@@ -170,16 +179,16 @@ class FileCarrier:
         if stored is not None:
             self._result(stored, "write")
         self._in.after(slot.computed)
-        for name, host_N in slot.host.items():
-            self._file.read(name, cut.first, host_N[: cut.size])
-            if host_N is not slot.device[name]:
-                self._in.copy(slot.device[name][: cut.size], host_N[: cut.size])
+        for name, here, there in _in_cut(self._fields, cut):
+            self._file.read(name, there.start, slot.host[name][here])
+            if slot.host[name] is not slot.device[name]:
+                self._in.copy(slot.device[name][here], slot.host[name][here])
         return self._in.mark()
 
     def _write(self, cut: Cut, slot: Slot, copied: Mark) -> None:
         wait_for(copied, deadline_s=self._deadline_s, what="a copy of optimizer state to the host")
-        for name, host_N in slot.host.items():
-            self._file.write(name, cut.first, host_N[: cut.size])
+        for name, here, there in _in_cut(self._fields, cut):
+            self._file.write(name, there.start, slot.host[name][here])
 
     def _result(self, work: Future[Any], what: str) -> Any:
         ends = time.monotonic() + self._deadline_s
@@ -202,15 +211,18 @@ class Stream:
         slots: Sequence[Slot],
         carrier: Carrier | None,
         *,
+        fields: Sequence[Field],
         numbers: int,
         device: torch.device,
         deadline_s: float,
         where: str,
         progress: Callable[[], None],
     ) -> None:
-        """`numbers`: of a cut, as the slots have them. Without a carrier the state is on the device, and only the
-        gradient comes. `where`: for the words of errors. `progress` is called after each cut."""
+        """`fields`: what visits the device. `numbers`: of a cut, as the slots have them. Without a carrier the state is
+        on the device, and only the gradient comes. `where`: for the words of errors. `progress` is called after each
+        cut."""
         self._slots, self._carrier, self._numbers, self._device = slots, carrier, numbers, device
+        self._fields = tuple(fields)
         self._deadline_s, self._where, self._progress = deadline_s, where, progress
         self._gradients = make_lane(device)
         self._torn: BaseException | None = None
@@ -268,7 +280,7 @@ class Stream:
                 compute.after(self._carrier.fetched(slot))
             compute.after(slot.gradient)
             gaps.append((before, compute.mark()))
-            parts = [_staged(spans[one.span].part(one.first, one.last), cut, slot) for one in cut.pieces]
+            parts = [self._staged(spans[one.span].part(one.first, one.last), cut, slot) for one in cut.pieces]
             for part in parts:
                 update(part)
             before = slot.computed = compute.mark()
@@ -289,16 +301,28 @@ class Stream:
                 at = slice(piece.first - cut.first, piece.last - cut.first)
                 self._gradients.copy(slot.device["grad"][at], spans[piece.span].part(piece.first, piece.last).grad_N)
             slot.gradient = self._gradients.mark()
-        self.traffic.in_bytes += sum(cut.size * field_N.element_size() for field_N in slot.device.values())
+        self.traffic.in_bytes += self._bytes_of(cut, self._fields)
 
     def _store(self, cut: Cut, slot: Slot, beside: Sequence[Sent]) -> None:
         if self._carrier is None:
             assert not beside, "what goes with the state goes where the state is away"
             return
         self._carrier.store(cut, slot, beside)
-        kept = [field_N for name, field_N in slot.device.items() if name != "grad"]
-        self.traffic.out_bytes += sum(cut.size * field_N.element_size() for field_N in kept)
+        self.traffic.out_bytes += self._bytes_of(cut, [one for one in self._fields if one.name != "grad"])
         self.traffic.out_bytes += sum(target_N.nbytes for target_N, _ in beside)
+
+    def _staged(self, part: Span, cut: Cut, slot: Slot) -> Span:
+        """A piece with its tensors from the slot, where the slot has them."""
+        there = {
+            one.serves: slot.device[one.name][one.within(cut.first, part.first, part.last)]
+            for one in self._fields
+            if one.covers(part.first, part.last)
+        }
+        return replace(part, **there)
+
+    def _bytes_of(self, cut: Cut, fields: Sequence[Field]) -> int:
+        spaces = {one.name: one.dtype.itemsize for one in fields}
+        return sum((here.stop - here.start) * spaces[name] for name, here, _ in _in_cut(fields, cut))
 
     def take_traffic(self) -> Traffic:
         """What was moved since the last call."""
@@ -306,8 +330,9 @@ class Stream:
         return taken
 
 
-def _staged(part: Span, cut: Cut, slot: Slot) -> Span:
-    """A piece with its tensors from the slot, where the slot has them."""
-    at = slice(part.first - cut.first, part.last - cut.first)
-    there = {FIELDS[name]: field_N[at] for name, field_N in slot.device.items()}
-    return replace(part, **there)
+def _in_cut(fields: Sequence[Field], cut: Cut) -> Iterator[tuple[str, slice, slice]]:
+    """(name, items of the slot, items of the buffer) of each field that has numbers in the cut."""
+    for one in fields:
+        first, last = one.meets(cut.first, cut.last)
+        if first < last:
+            yield one.name, one.within(cut.first, first, last), one.at(first, last)

@@ -2,7 +2,8 @@
 Out: new weights, in place. Callers: trainer.learner, trainer.native.
 
 One float32 buffer each for master weights, gradients and the two moments, whatever the number of parameters; matrices
-lie first and what takes no weight decay after them, so decay is one slice. With float32 parameters the master buffer
+lie first and what takes no weight decay after them, so decay is one slice; of the matrices those whose moments are
+codes of 8 bits lie before the others. With float32 parameters the master buffer
 IS the parameters' storage; otherwise the parameters are low-precision copies, refreshed after every update.
 
 FlatOptimizer is that of a rank that holds everything; trainer.optim_sharded has those that hold a part. Master weights
@@ -15,7 +16,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +25,8 @@ from torch import Tensor, nn
 from gyre.parallel.group import Group
 from gyre.parallel.mesh import Mesh
 from gyre.trainer.adamw import Numbers, Span, UpdateSpan, update_span
+from gyre.trainer.blocks import block_layout, is_coded
+from gyre.trainer.fields import Field
 from gyre.trainer.home import Home
 from gyre.trainer.host_gradients import HostGradients
 from gyre.trainer.offload import Sent
@@ -45,8 +49,8 @@ class AdamW(ABC):
 
     layout: ShardLayout
     grad_N: Tensor
-    exp_avg_N: Tensor
-    exp_avg_sq_N: Tensor
+    fields: tuple[Field, ...]  # of the moments
+    moments: dict[str, Tensor]  # by field
 
     def __init__(
         self,
@@ -57,15 +61,20 @@ class AdamW(ABC):
         weight_decay: float,
         mesh: Mesh,
         home: Home | None = None,
+        codes: bool = False,
         update_span: UpdateSpan = update_span,
     ) -> None:
-        """Without a `home` everything is on the device. `update_span` updates the moments and weights of one span."""
+        """Without a `home` everything is on the device. `codes`: moments are codes of 8 bits where they can be.
+        `update_span` updates the moments and weights of one span."""
         self.parameters = dict(parameters)
         self.betas, self.eps, self.weight_decay, self.mesh = betas, eps, weight_decay, mesh
         self.num_updates = 0
         self.decays = {name: takes_decay(name, parameter) for name, parameter in self.parameters.items()}
         self.shapes: dict[str, Shape] = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
-        self.starts, self.decay_stop, self.file_size = lay_out(self.shapes, self.decays)
+        self.coded = frozenset(
+            name for name, shape in self.shapes.items() if codes and self.decays[name] and is_coded(shape)
+        )
+        self.starts, self.coded_stop, self.decay_stop, self.file_size = lay_out(self.shapes, self.decays, self.coded)
         device = next(iter(self.parameters.values())).device
         self.home = home or Home("", device if device.type != "meta" else mesh.world.device)
         self.device = self.home.device
@@ -75,11 +84,29 @@ class AdamW(ABC):
         self.reduce_numbers = REDUCE_NUMBERS
         self._hooks: list = []
 
-    def make_buffers(self, *, gradient_size: int, keeps_master: bool) -> Tensor | None:
-        """Make moments and gradient, and return master weights of their own; None if the compute weights are these."""
-        made = self.home.make(self.layout.size, gradient_size=gradient_size, keeps_master=keeps_master)
-        self.grad_N, self.exp_avg_N, self.exp_avg_sq_N = made["grad"], made["exp_avg"], made["exp_avg_sq"]
+    def make_buffers(self, *, gradient_size: int, keeps_master: bool, num_coded: int) -> Tensor | None:
+        """Make moments, of which those of the first `num_coded` numbers are codes, and gradient. Return master weights
+        of their own; None if the compute weights are these."""
+        made = self.home.make(
+            self.layout.size,
+            gradient_size=gradient_size,
+            keeps_master=keeps_master,
+            num_coded=num_coded if self.coded else None,
+        )
+        self.grad_N = made["grad"]
+        self.fields = tuple(field for field in self.home.fields if field.name != "master")
+        self.moments = {field.name: made[field.name] for field in self.fields}
         return made.get("master")
+
+    def span(self, first: int, weight_N: Tensor, grad_N: Tensor, *, decays: bool) -> Span:
+        """Numbers from `first` on of this rank's state, whose moments are of one kind."""
+        last = first + len(weight_N)
+        found = {
+            field.serves: self.moments[field.name][field.at(first, last)]
+            for field in self.fields
+            if field.covers(first, last)
+        }
+        return Span(first=first, weight_N=weight_N, grad_N=grad_N, decays=decays, **found)
 
     def hook(self, grads: Mapping[str, Tensor]) -> None:
         """Collect each parameter's gradient in `grads` as soon as it is complete."""
@@ -148,8 +175,22 @@ class AdamW(ABC):
         return self.layout.ranks[self.mesh.shard.rank]
 
     def runs(self, flat_N: Tensor) -> dict[str, Tensor]:
-        """A flat buffer of this rank's (`exp_avg_N`, `exp_avg_sq_N`, or a copy) by parameter."""
+        """A flat buffer of this rank's, with an item per number, by parameter."""
         return {name: flat_N[place.at : place.at + place.stop - place.start] for name, place in self.places.items()}
+
+    def field_layout(self, field: Field) -> ShardLayout:
+        """Who holds which items of a field of the moments."""
+        layout = self.layout.of([name for name in self.layout.shapes if (name in self.coded) is field.coded])
+        return block_layout(layout) if field.block > 1 else layout
+
+    def field_runs(self, field: Field, flat: Tensor) -> dict[str, Tensor]:
+        """A field of the moments, or a copy of it, by parameter."""
+        found = {}
+        for name, place in self.places.items():
+            if (name in self.coded) is field.coded:
+                size = place.stop - place.start
+                found[name] = flat[field.at(place.at, place.at + size)] if size else flat[:0]
+        return found
 
     def zero_grad(self) -> None:
         if self.home.sums is not None:
@@ -222,7 +263,9 @@ class FlatOptimizer(AdamW):
         self.layout = whole_layout(self.shapes, self.starts, self.file_size)
         all_wide = all(p.dtype == torch.float32 for p in self.parameters.values())
         self.master_is_compute = all_wide and not self.home.weights
-        own_N = self.make_buffers(gradient_size=self.file_size, keeps_master=not self.master_is_compute)
+        own_N = self.make_buffers(
+            gradient_size=self.file_size, keeps_master=not self.master_is_compute, num_coded=self.coded_stop
+        )
         self.master_N = torch.zeros(self.file_size, device=self.device) if own_N is None else own_N
         self._masters = views(self.master_N, self.starts, self.shapes)
         self._grads = views(self.grad_N, self.starts, self.shapes)
@@ -251,15 +294,11 @@ class FlatOptimizer(AdamW):
         return self._grads
 
     def spans(self) -> Iterator[Span]:
-        for first, last in ((0, self.decay_stop), (self.decay_stop, self.file_size)):
-            yield Span(
-                first=first,
-                weight_N=self.master_N[first:last],
-                grad_N=self.grad_N[first:last],
-                exp_avg_N=self.exp_avg_N[first:last],
-                exp_avg_sq_N=self.exp_avg_sq_N[first:last],
-                decays=first == 0,
-            )
+        for first, last in pairwise((0, self.coded_stop, self.decay_stop, self.file_size)):
+            if first < last:
+                yield self.span(
+                    first, self.master_N[first:last], self.grad_N[first:last], decays=last <= self.decay_stop
+                )
 
     def reduce(self) -> None:
         self.settle_gradients()
@@ -330,17 +369,21 @@ def views(flat_N: Tensor, starts: Mapping[str, int], shapes: Mapping[str, Shape]
     return {name: flat_N[starts[name] : starts[name] + math.prod(shape)].view(shape) for name, shape in shapes.items()}
 
 
-def lay_out(shapes: Mapping[str, Shape], decays: Mapping[str, bool]) -> tuple[dict[str, int], int, int]:
-    """Place tensors in a flat buffer: (start by name, end of the part that decays, size)."""
+def lay_out(
+    shapes: Mapping[str, Shape], decays: Mapping[str, bool], coded: Collection[str] = ()
+) -> tuple[dict[str, int], int, int, int]:
+    """Place tensors in a flat buffer: (start by name, end of the part whose moments are codes, of the part that decays,
+    size). Tensors with codes decay; they are whole blocks, so each begins on one."""
     starts: dict[str, int] = {}
-    at = decay_stop = 0
-    for wanted in (True, False):
+    stops, at = [], 0
+    for wanted in ((True, True), (False, True), (False, False)):
         for name, shape in shapes.items():
-            if decays[name] is wanted:
+            if (name in coded, decays[name]) == wanted:
                 starts[name] = at
                 at += align(math.prod(shape))
-        decay_stop = at if wanted else decay_stop
-    return starts, decay_stop, at
+        stops.append(at)
+    coded_stop, decay_stop, size = stops
+    return starts, coded_stop, decay_stop, size
 
 
 @torch.no_grad()

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
 from gyre.trainer.adamw import Span
+from gyre.trainer.blocks import BLOCK, coded_first
 from gyre.trainer.offload import Sent
 from gyre.trainer.optim import AdamW, copy_all, move_in, overlaps, squared_norm_of, views
 from gyre.trainer.parallelise import is_shard, local_part
@@ -35,15 +37,19 @@ class SlicedOptimizer(AdamW):
         assert not any(self.decays[name] for name in apart), apart
         size = min((self.starts[name] for name in apart), default=self.file_size)
         shard, self._apart = self.mesh.shard, apart
+        unit = BLOCK if self.coded else ALIGN  # no slice ends within a block of moments
         self.layout = slice_layout(
-            self.shapes, self.starts, align(size, shard.size * ALIGN), num_ranks=shard.size, replicated=frozenset(apart)
+            self.shapes, self.starts, align(size, shard.size * unit), num_ranks=shard.size, replicated=frozenset(apart)
         )
         tail = sum(align(math.prod(self.shapes[name])) for name in apart)
         self._slice = self.layout.size - tail  # numbers
         self._whole = self._slice * shard.size
         self._low = self._slice * shard.rank
         self.master_is_compute = self.dtype == torch.float32 and not self.home.weights
-        own_N = self.make_buffers(gradient_size=self._whole + tail, keeps_master=not self.master_is_compute)
+        self._num_coded = min(max(self.coded_stop - self._low, 0), self._slice)
+        own_N = self.make_buffers(
+            gradient_size=self._whole + tail, keeps_master=not self.master_is_compute, num_coded=self._num_coded
+        )
         rooms = self._make_compute()
         self.master_N = self.compute_N if own_N is None else own_N
         self._masters = self.runs(self._own_master_N())
@@ -89,17 +95,11 @@ class SlicedOptimizer(AdamW):
     def spans(self) -> Iterator[Span]:
         weight_N = self._own_master_N()
         decay_stop = min(max(self.decay_stop - self._low, 0), self._slice)
-        at_grad = (self._low, self._low, self._whole - self._slice)  # of what lies at 0 in the moments
-        runs = ((0, decay_stop), (decay_stop, self._slice), (self._slice, self.layout.size))
-        for index, ((first, last), shift) in enumerate(zip(runs, at_grad, strict=True)):
+        for first, last in pairwise((0, self._num_coded, decay_stop, self._slice, self.layout.size)):
             if first < last:
-                yield Span(
-                    first=first,
-                    weight_N=weight_N[first:last],
-                    grad_N=self.grad_N[first + shift : last + shift],
-                    exp_avg_N=self.exp_avg_N[first:last],
-                    exp_avg_sq_N=self.exp_avg_sq_N[first:last],
-                    decays=index == 0,
+                at = first + (self._low if first < self._slice else self._whole - self._slice)  # in the gradient
+                yield self.span(
+                    first, weight_N[first:last], self.grad_N[at : at + last - first], decays=last <= decay_stop
                 )
 
     def reduce(self) -> None:
@@ -188,12 +188,15 @@ class RowOptimizer(AdamW):
         super().__init__(parameters, **settings)
         self._apart = [name for name, p in self.parameters.items() if not is_shard(p)]
         shard = self.mesh.shard
-        self.layout = row_layout(self.shapes, num_ranks=shard.size, replicated=frozenset(self._apart))
+        shapes = coded_first(self.shapes, self.coded)
+        self.layout = row_layout(shapes, num_ranks=shard.size, replicated=frozenset(self._apart))
         self._cut = self.places[self._apart[0]].at if self._apart else self.layout.size  # they lie at the end
         for name, master in self.masters().items():
             place = self.places[name]
             assert master.dtype == torch.float32 and len(master) == place.stop - place.start, name
-        self.make_buffers(gradient_size=self.layout.size, keeps_master=False)
+        wide = [place.at for name, place in self.places.items() if name not in self.coded]
+        num_coded = min(wide, default=self.layout.size)
+        self.make_buffers(gradient_size=self.layout.size, keeps_master=False, num_coded=num_coded)
         grads = self.runs(self.grad_N)
         self.hook({name: grads[name].view(local_part(p).shape) for name, p in self.parameters.items()})
 
@@ -204,16 +207,10 @@ class RowOptimizer(AdamW):
         return {name: local_part(parameter).view(-1) for name, parameter in self.parameters.items()}
 
     def spans(self) -> Iterator[Span]:
-        grads, exp_avgs, exp_avg_sqs = (self.runs(flat) for flat in (self.grad_N, self.exp_avg_N, self.exp_avg_sq_N))
-        for name, master_N in self.masters().items():
-            yield Span(
-                first=self.places[name].at,
-                weight_N=master_N,
-                grad_N=grads[name],
-                exp_avg_N=exp_avgs[name],
-                exp_avg_sq_N=exp_avg_sqs[name],
-                decays=self.decays[name],
-            )
+        grads, masters = self.runs(self.grad_N), self.masters()
+        for name, place in self.places.items():
+            if place.start < place.stop:
+                yield self.span(place.at, masters[name], grads[name], decays=self.decays[name])
 
     def reduce(self) -> None:
         self.settle_gradients()

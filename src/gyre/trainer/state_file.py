@@ -1,4 +1,4 @@
-"""State file: the flat buffers of a rank's optimiser state in one file. In: names and numbers of the buffers, a folder.
+"""State file: the flat buffers of a rank's optimiser state in one file. In: names and items of the buffers, a folder.
 Out: reads and writes of runs by the system's own calls, and the buffers mapped as tensors. Caller: trainer.offload.
 
 The file's space is reserved when it is made, so a full disk is told before training begins. Reads and writes go through
@@ -22,18 +22,21 @@ from torch import Tensor
 from gyre.core.errors import InputError, MemoryBudgetError, SnapshotError, is_disk_full
 
 SUFFIX = ".offload"
-FLOAT_BYTES = 4
 PAGE_BYTES = mmap.PAGESIZE
 
 
 class StateFile:
     """`<folder>/<name>.offload`, held open and locked until `close`, which removes it."""
 
-    def __init__(self, folder: Path, name: str, sizes: Mapping[str, int], emit: Callable[..., None]) -> None:
-        """`sizes`: float32 numbers of each buffer. MemoryBudgetError if the disk has no room for them."""
+    def __init__(
+        self, folder: Path, name: str, kinds: Mapping[str, tuple[int, torch.dtype]], emit: Callable[..., None]
+    ) -> None:
+        """`kinds`: items and dtype of each buffer. MemoryBudgetError if the disk has no room for them."""
         self.path = folder / f"{name}{SUFFIX}"
         self._starts: dict[str, int] = {}
-        self._spaces = {key: -(-numbers * FLOAT_BYTES // PAGE_BYTES) * PAGE_BYTES for key, numbers in sizes.items()}
+        self._spaces = {  # at least a page: an empty buffer cannot be mapped
+            key: -(-max(1, size * dtype.itemsize) // PAGE_BYTES) * PAGE_BYTES for key, (size, dtype) in kinds.items()
+        }
         self.size_bytes = 0
         for key, space in self._spaces.items():
             self._starts[key] = self.size_bytes
@@ -55,7 +58,7 @@ class StateFile:
         except OSError as error:
             self._remove()
             raise _no_room(self.path, self.size_bytes, error) from error
-        self.buffers = {key: self._map(start, sizes[key]) for key, start in self._starts.items()}
+        self.buffers = {key: self._map(start, *kinds[key]) for key, start in self._starts.items()}
 
     def bytes_of(self, name: str) -> int:
         """Of one buffer in the file, with what fills its last page; 0 for one that it has not."""
@@ -72,8 +75,8 @@ class StateFile:
             raise self._cannot_read(f"it has {got} bytes and was made with {self.size_bytes}")
 
     def read(self, name: str, first: int, target_N: Tensor) -> None:
-        """Numbers of a buffer from `first` on into contiguous host memory. SnapshotError names the file."""
-        left, at = _raw(target_N), self._starts[name] + first * FLOAT_BYTES
+        """Items of a buffer from `first` on into contiguous host memory. SnapshotError names the file."""
+        left, at = _raw(target_N), self._starts[name] + first * target_N.element_size()
         try:
             while left:
                 count = os.preadv(self._handle, [left], at)
@@ -84,8 +87,8 @@ class StateFile:
             raise self._cannot_read(error.strerror or str(error)) from error
 
     def write(self, name: str, first: int, source_N: Tensor) -> None:
-        """Contiguous host memory over the numbers of a buffer from `first` on. MemoryBudgetError names the file."""
-        left, at = _raw(source_N), self._starts[name] + first * FLOAT_BYTES
+        """Contiguous host memory over the items of a buffer from `first` on. MemoryBudgetError names the file."""
+        left, at = _raw(source_N), self._starts[name] + first * source_N.element_size()
         try:
             while left:
                 count = os.pwritev(self._handle, [left], at)
@@ -106,9 +109,9 @@ class StateFile:
         self._pages = None
         self._remove()
 
-    def _map(self, start: int, numbers: int) -> Tensor:
+    def _map(self, start: int, size: int, dtype: torch.dtype) -> Tensor:
         assert self._pages is not None
-        return torch.frombuffer(self._pages, dtype=torch.float32, count=numbers, offset=start)
+        return torch.frombuffer(self._pages, dtype=dtype, count=max(1, size), offset=start)[:size]
 
     def _cannot_read(self, why: str) -> SnapshotError:
         return SnapshotError(

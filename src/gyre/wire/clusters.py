@@ -166,6 +166,7 @@ def make_job(inputs: PlanInputs, dtype: Dtype, cluster: Cluster) -> Job:
         updates_per_step=-(-sequences // per_update) * inputs.epochs_per_batch,
         target_share=generated / mean if generated else 1.0,
         matmul=inputs.matmul,
+        moments=inputs.moments,
         critic=inputs.critic,
         reference=inputs.reference,
         reward_model=inputs.reward_model,
