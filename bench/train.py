@@ -26,7 +26,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from engine import COMMON, SHAPES, fill_dummy
-from gyre.core.records import Checkpointing, Matmul, TrainSequence
+from gyre.core.records import Checkpointing, Matmul, Moments, TrainSequence
 from gyre.kernels import flash
 from gyre.kernels.attention import varlen_attention
 from gyre.kernels.choose import why_torch
@@ -60,7 +60,7 @@ WARM_UP = 3
 PARTS = {  # of kernel names; the first that fits counts
     "attention": ("flash", "fmha", "attn"),
     "products": ("nvjet", "gemm", "cutlass", "cublas", "splitk"),
-    "adamw": ("_adamw",),
+    "adamw": ("_adamw", "kOptimizerStatic8bit"),
     "loss head": ("_statistics", "_gradient"),
     "8-bit operands": ("_largest", "_quantise", "_transposed"),
     "norm": ("_norm",),
@@ -79,6 +79,7 @@ def main() -> None:
     options.add_argument("--sequences", type=int, default=1, help="the tokens are cut into so many, of like length")
     options.add_argument("--checkpointing", choices=get_args(Checkpointing), default="none")
     options.add_argument("--matmul", choices=get_args(Matmul), default="same", help="same: bfloat16")
+    options.add_argument("--moments", choices=get_args(Moments), default="float32", help="of AdamW")
     options.add_argument("--steps", type=int, default=10)
     options.add_argument("--profile", action="store_true", help="print the profiler's table of one step")
     args = options.parse_args()
@@ -89,6 +90,7 @@ def main() -> None:
     name = f"train_{args.shape.replace('.', '_')}"
     name += "" if args.checkpointing == "none" else f"_{args.checkpointing}"
     name += "" if args.matmul == "same" else f"_{args.matmul}"
+    name += "" if args.moments == "float32" else f"_moments_{args.moments}"
     peer, group = PEERS.get((args.shape, args.checkpointing, args.matmul)), spec.num_heads // spec.num_kv_heads
     say(
         args,
@@ -99,7 +101,8 @@ def main() -> None:
         limit=(FP8_FLOPS if args.matmul == "fp8" else MATMUL_FLOPS) / PEAK_FLOPS,
         settings={
             "layers": spec.num_layers, "tokens": args.tokens, "sequences": args.sequences, "dtype": "bfloat16",
-            "checkpointing": args.checkpointing, "matmul": args.matmul, "device": torch.cuda.get_device_name(),
+            "checkpointing": args.checkpointing, "matmul": args.matmul, "moments": args.moments,
+            "device": torch.cuda.get_device_name(),
             "attention": flash.choice(device, torch.bfloat16, group, spec.head_dim),
             "without_kernels": why_torch(device, torch.bfloat16),
         },
@@ -110,8 +113,8 @@ def main() -> None:
 def measure(spec: ModelSpec, args: Any, device: torch.device) -> dict[str, Any]:
     decoder = Decoder(spec, device=device, dtype=torch.bfloat16)
     fill_dummy(decoder)
-    settings = {"checkpointing": args.checkpointing, "matmul": args.matmul, "tokens_per_chunk": args.tokens}
-    config = TrainerConfig.model_validate({"learning_rate": 1e-6, **settings})
+    settings = {"checkpointing": args.checkpointing, "matmul": args.matmul, "moments": args.moments}
+    config = TrainerConfig.model_validate({"learning_rate": 1e-6, "tokens_per_chunk": args.tokens, **settings})
     split = Splitter(alone(device), ParallelConfig()).split("actor")
     silent = {"folder": None, "emit": lambda kind, **fields: None, "progress": lambda: None}
     actor = Learner("actor", decoder, None, config, split, **silent)

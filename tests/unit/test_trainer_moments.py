@@ -28,8 +28,8 @@ from gyre.trainer.adamw import Numbers, Span
 from gyre.trainer.adamw8 import CodedUpdate, _blank
 from gyre.trainer.blocks import BLOCK, block_layout, coded_first, is_coded
 from gyre.trainer.codec import Codec
-from gyre.trainer.optim import FlatOptimizer
-from gyre.weights.shards import row_layout
+from gyre.trainer.optim import FlatOptimizer, lay_out
+from gyre.weights.shards import ShardLayout, align, row_layout, slice_layout
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 functional = bitsandbytes.functional
@@ -129,21 +129,31 @@ def test_an_update_is_that_of_torchao_s_optimiser(num_blocks, seed, spread, rate
             assert bool((other_N.abs() <= 1).all()) and int(other_N.count_nonzero()) <= 0.01 * other_N.numel()
 
 
-def test_updates_stay_near_the_library_s_own_optimiser():
-    """Of magnitudes that its encoder for CPUs tells apart."""
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_updates_are_those_of_the_library_s_own_optimiser(decay):
+    """By its operator to the bit, and by torch's operations nearly, of magnitudes that its encoder for CPUs tells apart:
+    what is done around the operator changes nothing there. On a GPU the operator is a kernel."""
     weight_N = torch.randn(8 * BLOCK, generator=torch.Generator().manual_seed(0))
     theirs = torch.nn.Parameter(weight_N.clone())
-    adamw = bitsandbytes.optim.AdamW8bit([theirs], lr=1e-3, weight_decay=0.1, min_8bit_size=1, **NUMBERS)
-    span, update = blank_span(8), CodedUpdate(CPU)
-    span.weight_N.copy_(weight_N)
+    adamw = bitsandbytes.optim.AdamW8bit([theirs], lr=1e-3, weight_decay=decay, min_8bit_size=1, **NUMBERS)
+    exact, near, update = blank_span(8), blank_span(8), CodedUpdate(CPU)
     for count in range(1, 11):
         grad_N = torch.randn(8 * BLOCK, generator=torch.Generator().manual_seed(count))
-        span.grad_N.copy_(grad_N + 0.1 * grad_N.sign())
-        theirs.grad = span.grad_N.clone()
-        update(span, numbers_of(count, decay=0.1))
+        grad_N = grad_N + 0.1 * grad_N.sign()
+        for span, how in ((exact, update.by_kernel), (near, update.by_torch)):
+            if count == 1:
+                span.weight_N.copy_(weight_N)
+            span.grad_N.copy_(grad_N)
+            how(span, numbers_of(count, decay=decay, scale=0.5))
+            assert not span.grad_N.any()
+        theirs.grad = 0.5 * grad_N
         adamw.step()
-    assert float((span.weight_N - theirs).detach().abs().max()) < 0.1 * 10 * 1e-3
-    assert float((span.weight_N - theirs).detach().abs().mean()) < 0.005 * 10 * 1e-3
+    state = adamw.state[theirs]
+    assert torch.equal(exact.weight_N, theirs.detach())
+    for name, (_, codes_N, scale_B) in zip("12", moments_of(exact), strict=True):
+        assert torch.equal(codes_N, state[f"state{name}"]) and torch.equal(scale_B, state[f"absmax{name}"])
+    apart_N = (near.weight_N - theirs.detach()).abs()
+    assert float(apart_N.max()) < 0.1 * 10 * 1e-3 and float(apart_N.mean()) < 0.005 * 10 * 1e-3
 
 
 def leaps(*, seed: int, keeps: bool, monkeypatch: pytest.MonkeyPatch) -> float:
@@ -193,7 +203,17 @@ def test_no_cut_between_rows_parts_a_block(rows, blocks, num_ranks):
     shapes = {"norm": (77,)} | {f"m{i}": (count, blocks * BLOCK) for i, count in enumerate(rows)} | {"odd": (5, 100)}
     coded = frozenset(name for name, shape in shapes.items() if is_coded(shape))
     assert coded == {f"m{i}" for i in range(len(rows))}
-    layout = row_layout(coded_first(shapes, coded), num_ranks=num_ranks)
+    starts, coded_stop, _, size = lay_out(shapes, {name: len(shape) > 1 for name, shape in shapes.items()}, coded)
+    assert coded_stop == sum(rows) * blocks * BLOCK
+    sliced = align(size, num_ranks * BLOCK)
+    for layout in (
+        row_layout(coded_first(shapes, coded), num_ranks=num_ranks),
+        slice_layout(shapes, starts, sliced, num_ranks=num_ranks, replicated=frozenset()),
+    ):
+        check_blocks(layout, coded)
+
+
+def check_blocks(layout: ShardLayout, coded: frozenset[str]) -> None:
     found = block_layout(layout.of(list(coded)))
     for name, (count, width) in found.shapes.items():
         runs = [(places[name].start, places[name].stop) for places in found.ranks]
@@ -335,6 +355,24 @@ def test_a_snapshot_in_files_comes_back_to_the_bit(tmp_path):
     assert found is not None
     second.restore({"tensors": found.tensors, "state": found.state["trainer"]})
     assert_bits_equal(saved_tensors(first), saved_tensors(second))
+
+
+@pytest.mark.parametrize("how", ["host", "disk and gradients"])
+def test_snapshots_go_both_ways_with_state_away(tmp_path, how):
+    decoders = [decoder_on(CPU, torch.bfloat16, spec="blocks") for _ in range(3)]
+    plain, again = (make_trainer("sft", decoder=decoder, **CODED) for decoder in decoders[:2])
+    settings = {"disk_folder": tmp_path, "offload_cut_bytes": 8192, **AWAY[how], **CODED}
+    offloaded = make_trainer("sft", decoder=decoders[2], **settings)
+    plain.step_now(make_batch())
+    offloaded.restore(plain.snapshot())
+    for trainer in (plain, offloaded):
+        trainer.step_now(make_batch(seed=1))
+    assert_bits_equal(saved_tensors(plain), saved_tensors(offloaded))
+    again.restore(offloaded.snapshot())
+    for trainer in (plain, again):
+        trainer.step_now(make_batch(seed=2))
+    assert_bits_equal(weights_of(plain), weights_of(again))
+    offloaded._close()
 
 
 @pytest.mark.parametrize(("was", "now"), [("float32", "8_bit"), ("8_bit", "float32")])

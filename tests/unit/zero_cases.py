@@ -287,6 +287,7 @@ def coded_updates(
         optimizer.settle_gradients()
         for span in optimizer.spans():
             span.grad_N.copy_(state_N[span.first : span.last])
+            assert not span.weight_N.requires_grad, "the library's kernel is an operator that autograd knows"
         optimizer.update(learning_rate=1e-2, grad_scale=0.5)
     found = whole(trainer)
     trainer._close()

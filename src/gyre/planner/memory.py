@@ -211,15 +211,15 @@ def _trained(
     tiers = {"params": weights, "grads": ("host",) if inputs.offload_gradients else BRIEF}
     item, count = 4 if layout.zero >= 2 else ITEM_BYTES[dtype], model.num_parameters
     split = f" / {layout.shard_ranks} ranks" if layout.zero else ""
-    moments = "2 moments × 4"
+    each = {"params": f"{count} × {item}", "grads": f"{count} × 4", "master": f"{count} × 4"}
+    each["optimizer"] = f"{count} × 2 moments × 4"
     if coded := coded_parameters(model, inputs.moments):
-        moments = f"2 moments × 4, or of {coded} 1 and a scale of 4 per {BLOCK},"
-    each = {"params": f"{item}", "grads": "4", "optimizer": moments, "master": "4"}
+        each["optimizer"] = f"2 moments × ({count - coded} × 4 + {coded} × (1 + 4/{BLOCK}))"
     rows: list[tuple[str, int, tuple[Tier, ...], str]] = []
     for name, size_bytes in state_bytes(model, dtype, layout, owner).items():
         kind = name.rpartition(".")[2]
         whole = kind in tiers and layout.zero < 2
-        formula = f"{count} × {each[kind]} bytes{'' if whole else split}"
+        formula = f"{each[kind]} bytes{'' if whole else split}"
         rows.append((name, size_bytes, tiers.get(kind, state), formula))
     if not layout.holds_weights(owner):
         rows.append((f"{owner}.rooms", room_bytes(model, dtype), BRIEF, ROOMS))

@@ -50,15 +50,18 @@ class CodedUpdate:
         if span.exp_avg_scale_B is None:
             update_span(span, numbers)
             return
-        on_gpu = span.weight_N.device.type == "cuda"
-        step, update = (NUMBERS_GPU, self.by_kernel) if on_gpu else (BLOCK_CPU, self.by_torch)
+        device, step, update = span.weight_N.device, BLOCK_CPU, self.by_torch
+        if device.type == "cuda":
+            assert torch.cuda.current_stream(device) == torch.cuda.default_stream(device), (
+                "where the kernel is launched"
+            )
+            step, update = NUMBERS_GPU, self.by_kernel
         for first in range(span.first, span.last, step):
             update(span.part(first, min(first + step, span.last)), numbers)
 
     def by_kernel(self, span: Span, numbers: Numbers) -> None:
         """The library's. Weights decay before it, as torch.optim.AdamW's do: the kernel would do it after."""
-        device, (beta1, beta2), rate = span.weight_N.device, numbers.betas, numbers.learning_rate
-        assert torch.cuda.current_stream(device) == torch.cuda.default_stream(device), "where the kernel is launched"
+        (beta1, beta2), rate = numbers.betas, numbers.learning_rate
         assert span.exp_avg_scale_B is not None and span.exp_avg_sq_scale_B is not None
         if numbers.weight_decay and span.decays:
             span.weight_N.mul_(1.0 - rate * numbers.weight_decay)
