@@ -75,6 +75,7 @@ ORDINARY = {
     "trainer.c_kernels": "a choice, like the engine's",
     "trainer.float8": "a choice, told once; it says itself that it counts where a matrix stays wide",
     "trainer.loss_scale": "a change; trainer.update_skipped counts what it cost",
+    "trainer.moments": "which are codes of 8 bits, told once",
     "trainer.reference_refreshed": "planned",
     "weights.gathered": "planned",
 }

@@ -45,6 +45,13 @@ def test_products_in_8_bits_and_a_file_change_nothing(tmp_path) -> None:
     assert_bits_equal(weights_of(other), weights_of(plain))
 
 
+def test_moments_in_8_bits_change_nothing(pair) -> None:
+    pytest.importorskip("bitsandbytes")
+    settings = {"spec": "blocks", "dtype": "bfloat16", "moments": "8_bit"}
+    assert equal_weights_away(None, "sft", **settings) == []
+    assert pair.run(equal_weights_away, "sft", layout="zero1", **settings) == [[], []]
+
+
 def deep_trainer(**settings) -> NativeTrainer:
     return trainer_on(
         None, "grpo", spec="deep", dtype="bfloat16", **{**SMALL, "offload_parameters": ALL[2:], **settings}
