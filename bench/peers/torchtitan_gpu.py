@@ -1,262 +1,309 @@
-"""Peer of bench/train_ranks.py: torchtitan on the same GPUs, Qwen3 shapes of its own, random tokens, no tokenizer. In:
-a folder, rows. Out: peer_torchtitan.json there: tokens/s per GPU by its own metrics, row by row as they come. Runs
-without Gyre, with torchtitan on the path.
-Run: python peers/torchtitan_gpu.py FOLDER --gpus 4 --rows 8b:none:same:8192 8b:selective:same:8192 4b:full:same:65536
+"""Peer of bench/train_ranks.py: torchtitan 0.2.2 trains Qwen3 shapes on the GPUs of one host, weights and tokens at
+random. In: a folder to write to. Out: peer_torchtitan.json there: tokens/s per GPU, MFU, peak memory, a row a case, and
+each row as a line at once. Runs in torchtitan's own environment. Run: python peers/torchtitan_gpu.py FOLDER [case ...].
 
-A row is SHAPE:CHECKPOINTING:MATMUL:TOKENS[:BATCH], one sequence of TOKENS, or BATCH of them, per GPU. FSDP over all of
-them, float32 parameters, BF16 compute, compiled layers and loss, fused AdamW; selective is its per-operator kind. fp8
-(which needs torchao) is its tensorwise recipe with 8-bit all-gathers, all layers but the output. Each row has processes
-and a deadline of its own; compiled code is kept in FOLDER/inductor from row to row.
-
-Its metrics are read every four steps, each time after the device has ended. Those of the steps from the fifth on count,
-in the median; the first four compile and warm up.
+FSDP over all ranks, compiled blocks and loss, fused AdamW, BF16 over FP32 parameters, as its defaults have it; speed is
+by its own counters. Each case has fresh processes and a deadline; one out of memory or out of time is a result too.
+MFU = model FLOPs / seconds / 989e12 with gyre's FLOPs (models/flops.py): causal attention at half, output projection
+counted. torchtitan's own counts attention in full, and no output projection where it is tied.
 """
+
+# This file is not torchtitan.py, since a script's own folder comes first among those that Python imports from.
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
-import importlib
 import importlib.metadata
+import importlib.util
 import json
 import multiprocessing
+import multiprocessing.connection
 import os
+import platform
+import signal
 import socket
 import statistics
-import sys
 import time
-import traceback
-import types
 from collections.abc import Iterator
-from multiprocessing.connection import Connection, wait
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import torch
 
-FLAVORS = {"0.6b": "0.6B", "4b": "4B", "8b": "8B", "tiny": "debugmodel"}
-STEPS, WINDOW = 16, 4
-EXIT_S = 20.0
+@dataclasses.dataclass(frozen=True)
+class Case:
+    flavor: str  # of torchtitan's qwen3
+    sequence: int  # tokens of each
+    batch: int = 1  # sequences of each GPU in a step
+    checkpointing: str = "none"  # "selective": by operation, as its Qwen3 configurations have it
+    matmul: str = "same"  # "fp8": the layers' products, scaled by tensor, weights gathered in 8 bits; needs torchao
+    steps: int = 12
+    window: int = 3  # steps between two readings of its counters, which wait for the GPU
+
+
+CASES = {
+    "8b": Case("8B", 8192),
+    "8b_fp8": Case("8B", 8192, matmul="fp8"),
+    "4b_64k": Case("4B", 65_536, checkpointing="full", steps=5, window=1),
+    "8b_selective_batch2": Case("8B", 8192, batch=2, checkpointing="selective"),
+    "8b_fp8_selective_batch2": Case("8B", 8192, batch=2, checkpointing="selective", matmul="fp8"),
+    "8b_selective": Case("8B", 8192, checkpointing="selective"),
+    "8b_batch2": Case("8B", 8192, batch=2),
+    "4b_64k_selective": Case("4B", 65_536, checkpointing="selective", steps=5, window=1),
+    "4b_32k": Case("4B", 32_768, checkpointing="full", steps=8, window=2),
+    "debug": Case("debugmodel", 256, batch=2, checkpointing="selective"),  # is all there? not among the default ones
+}
+WARM_UP = 2  # steps; a window that begins earlier does not count
+PEAK_FLOPS = 989e12  # dense BF16 of an H100 or H200 by its data sheet
+PACKAGES = ("torchtitan", "torchao", "triton")
+EXIT_DEADLINE_S = 15.0  # for a case's processes to end after their answers
 ENVIRONMENT = {
-    "NCCL_NVLS_ENABLE": "0",  # multicast can put the GPUs of a shared host out of service
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # as its own start script does
-}
-UNUSED = {  # what it imports and these runs don't use, by name: put in its place where it is not installed
-    "datasets": ("Dataset", "load_dataset"),
-    "datasets.distributed": ("split_dataset_by_node",),
-    "tokenizers": ("AddedToken", "Tokenizer"),
-    "torch.utils.tensorboard": ("SummaryWriter",),
-}
+    # NVLink multicast can put the GPUs of a shared host out of service
+    "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1",
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True", "OMP_NUM_THREADS": "1",  # as torchrun and its script have them
+    "TORCHAO_FORCE_SKIP_LOADING_SO_FILES": "1",  # training in 8 bits is Python; its libraries are for other versions
+    "HF_HUB_OFFLINE": "1",
+}  # fmt: skip
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("folder", type=Path)
-    options.add_argument("--gpus", type=int, default=torch.cuda.device_count())
-    options.add_argument("--rows", nargs="+", default=["8b:none:same:8192"])
-    options.add_argument("--row-s", type=float, default=240.0, help="longest that a row may take")
-    options.add_argument("--wall-s", type=float, default=560.0, help="longest that all may take")
+    options.add_argument("cases", nargs="*", metavar="case", help=f"of {', '.join(CASES)}; left out, all but debug")
+    options.add_argument("--gpus", type=int, default=0, help="0: all of this host")
+    options.add_argument("--deadline", type=float, default=170.0, help="seconds of one case, start and compilation too")
     args = options.parse_args()
+    names = args.cases or [name for name in CASES if name != "debug"]
+    if unknown := sorted(set(names) - set(CASES)):
+        options.error(f"no such case: {', '.join(unknown)}; there are {', '.join(CASES)}")
+    gpus = args.gpus or count_gpus()
     args.folder.mkdir(parents=True, exist_ok=True)
-    ends_at = time.monotonic() + args.wall_s
-    for row in [read_row(text) | {"gpus": args.gpus} for text in args.rows]:
-        found = measure_apart(row, args.folder, min(args.row_s, ends_at - time.monotonic() - EXIT_S))
-        if "tokens_per_s" in found:
-            keep(args.folder / "peer_torchtitan.json", row | found)
-        print(json.dumps(row | found), flush=True)
+    version, date = importlib.metadata.version("torchtitan"), datetime.date.today().isoformat()
+    record: dict[str, Any] = {"version": version, "date": date, "unit": "tokens/s per GPU", "versions": versions()}
+    record |= {"device": "", "environment": ENVIRONMENT, "rows": []}
+    for name in names:
+        begun_s = time.perf_counter()
+        found = measure_apart(name, gpus, args.folder, args.deadline)
+        record["device"] = found.pop("device", record["device"])
+        found["whole_case_s"] = round(time.perf_counter() - begun_s, 1)
+        settings = {"shape": CASES[name].flavor.lower(), **dataclasses.asdict(CASES[name])}
+        record["rows"].append({"case": name, "gpus": gpus, **settings, **found})
+        (args.folder / "peer_torchtitan.json").write_text(json.dumps(record, indent=2) + "\n")
+        print(json.dumps(record["rows"][-1]), flush=True)
 
 
-def read_row(text: str) -> dict[str, Any]:
-    shape, checkpointing, matmul, tokens, *batch = text.split(":")
-    if shape not in FLAVORS or checkpointing not in ("none", "selective", "full") or matmul not in ("same", "fp8"):
-        raise SystemExit(
-            f"{text}: a row is SHAPE:CHECKPOINTING:MATMUL:TOKENS[:BATCH], SHAPE one of {', '.join(FLAVORS)}"
-        )
-    sequence, batch_size = int(tokens), int(batch[0]) if batch else 1
-    return {
-        "shape": shape, "checkpointing": checkpointing, "matmul": matmul, "sequence": sequence, "batch": batch_size,
-    }  # fmt: skip
+def count_gpus() -> int:
+    import torch
+
+    if count := torch.cuda.device_count():
+        return count
+    raise SystemExit("this host has no CUDA device; torchtitan's trainer needs one")
 
 
-def keep(path: Path, row: dict[str, Any]) -> None:
-    """Put a row into the record, in the place of an earlier one of its kind."""
-    key = ("shape", "checkpointing", "matmul", "sequence", "batch", "gpus")
-    rows = json.loads(path.read_text())["rows"] if path.is_file() else []
-    rows = [one for one in rows if any(one[name] != row[name] for name in key)] + [row]
-    packages = ("torchtitan", "torch", "torchao")
-    versions = {name: version for name in packages if (version := version_of(name)) is not None}
-    record = {"version": versions.get("torchtitan"), "date": datetime.date.today().isoformat(), "versions": versions}
-    path.write_text(json.dumps(record | {"rows": rows}, indent=2) + "\n")
+def versions() -> dict[str, str]:
+    import torch
+
+    found = {"python": platform.python_version(), "torch": torch.__version__, "cuda": str(torch.version.cuda)}
+    for package in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
 
 
-def version_of(package: str) -> str | None:
+def measure_apart(name: str, gpus: int, folder: Path, deadline_s: float) -> dict[str, Any]:
+    """One process a GPU, each the leader of a process group, none of which outlives this call."""
+    if CASES[name].matmul == "fp8" and importlib.util.find_spec("torchao") is None:
+        return {"outcome": "not run", "error": "torchao cannot be imported; carry its wheel (0.17.0 for torch 2.11)"}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    ends, workers = [], []
     try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+        for rank in range(gpus):
+            ours, theirs = context.Pipe(duplex=False)
+            seat = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": gpus, "LOCAL_WORLD_SIZE": gpus}
+            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            seat_env = {key: str(value) for key, value in {**seat, **address}.items()}
+            worker = context.Process(target=train, args=(name, seat_env, str(folder), theirs))
+            worker.start()
+            theirs.close()
+            ends.append(ours)
+            workers.append(worker)
+        answers = collect(ends, workers, deadline_s)
+        if all(answer["outcome"] == "measured" for answer in answers):
+            for end_s, worker in ((time.monotonic() + EXIT_DEADLINE_S, worker) for worker in workers):
+                worker.join(max(0.0, end_s - time.monotonic()))
+        return together(answers)
+    finally:
+        for worker in workers:
+            with suppress(ProcessLookupError, PermissionError):  # ended with all its children, or not yet a leader
+                os.killpg(worker.pid, signal.SIGKILL)
+            worker.kill()
+            worker.join(EXIT_DEADLINE_S)
 
 
-def measure_apart(row: dict[str, Any], folder: Path, row_s: float) -> dict[str, Any]:
-    """A process per GPU; what rank 0 tells is printed at once, and counts even if the row does not end."""
-    context, windows, failed = multiprocessing.get_context("spawn"), [], {}
-    began_s, port, ends, processes = time.monotonic(), free_port(), {}, []
-    for rank in range(row["gpus"]):
-        ours, theirs = context.Pipe(duplex=False)
-        processes.append(context.Process(target=serve, args=(theirs, row, str(folder), rank, port), daemon=True))
-        processes[-1].start()
-        theirs.close()
-        ends[ours] = rank
-    while ends:
-        left_s = row_s - (time.monotonic() - began_s)
-        ready = [end for end in ends if end in wait(list(ends), timeout=max(0.0, left_s))]
+def collect(ends: list[Connection], workers: list[BaseProcess], deadline_s: float) -> list[dict[str, Any]]:
+    """The answer of each rank, or the one that ended the case: a rank without which the others would wait."""
+    waiting, answers = dict(zip(ends, workers, strict=True)), []
+    end_s = time.monotonic() + deadline_s
+    while waiting:
+        sentinels = {worker.sentinel: end for end, worker in waiting.items()}
+        ready = multiprocessing.connection.wait([*waiting, *sentinels], timeout=max(0.0, end_s - time.monotonic()))
         if not ready:
-            failed = failed or {"all": f"not done within {row_s:.0f} s"}
-            break
-        for end in ready:
-            try:
-                kind, told = end.recv()
-            except (EOFError, ConnectionResetError):
-                ends.pop(end)
-                continue
-            if kind == "failed":
-                failed[str(ends.pop(end))] = told
-                row_s = min(row_s, time.monotonic() - began_s + EXIT_S)  # the others wait for it in vain
-            elif kind == "done":
-                ends.pop(end)
-            else:
-                windows.append(told | {"at_s": round(time.monotonic() - began_s, 1)})
-                print(json.dumps(told), flush=True)
-    for process in processes:
-        process.join(0.0 if failed else EXIT_S)
-        process.kill()
-    return summarise(windows) | ({"failed": failed} if failed else {})
+            return [{"outcome": "timed out", "error": f"{len(answers)} of {len(ends)} ranks within {deadline_s:.0f} s"}]
+        end = ready[0] if isinstance(ready[0], Connection) else sentinels[ready[0]]
+        worker = waiting.pop(end)
+        try:
+            answer = end.recv() if end.poll() else None
+        except EOFError:
+            answer = None
+        if answer is None:
+            worker.join(1.0)
+            answer = {"outcome": "failed", "error": f"a rank ended with exit code {worker.exitcode} and no answer"}
+        if answer["outcome"] != "measured":
+            return [answer]
+        answers.append(answer)
+    return answers
 
 
-def summarise(windows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of what its metrics said at each look."""
-    found: dict[str, Any] = {"first_step_after_s": windows[0]["at_s"]} if windows else {}
-    timed = [one for one in windows if one["step"] > WINDOW]
-    if not timed:
-        return found
-    return found | {
-        "tokens_per_s": statistics.median(one["throughput(tps)"] for one in timed),
-        "tokens_per_s_by_window": [round(one["throughput(tps)"], 1) for one in timed],
-        "its_mfu": round(statistics.median(one["mfu(%)"] for one in timed) / 100, 4),
-        "reserved_gib": max(one["memory/max_reserved(GiB)"] for one in timed),
-        "loss": timed[-1]["loss_metrics/global_avg_loss"],
-    }
+def together(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """Speed of rank 0, which runs in step with all; memory of the rank that needs most."""
+    peaks = {key: max(answer[key] for answer in answers) for key in answers[0] if key.startswith("peak_")}
+    return {**min(answers, key=lambda answer: answer.get("rank", 0)), **peaks}
 
 
-def serve(end: Connection, row: dict[str, Any], folder: str, rank: int, port: int) -> None:
-    """A rank's process."""
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(row["gpus"])}
-    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
-    os.environ.update({**ENVIRONMENT, **address, **own})
+def train(name: str, seat: dict[str, str], folder: str, answer: Connection) -> None:
+    """A rank's whole life."""
+    os.setsid()
+    with open(Path(folder) / f"{name}_rank{seat['RANK']}.log", "wb") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    os.environ.update({**ENVIRONMENT, **seat})
     try:
-        train(row, folder, lambda told: end.send(("told", told)) if rank == 0 else None)
-    except Exception as error:  # noqa: BLE001  the parent prints it
-        trace = "".join(traceback.format_tb(error.__traceback__)[-3:])
-        end.send(("failed", f"{type(error).__name__}: {str(error)[:800]}\n{trace}"))
-        return
-    end.send(("done", None))
+        trainer, found = measure(CASES[name], folder)
+        answer.send({"outcome": "measured", "rank": int(seat["RANK"]), **found})
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+        outcome = "out of memory" if "out of memory" in said.lower() else "failed"
+        answer.send({"outcome": outcome, "rank": int(seat["RANK"]), "error": said[:600]})
+        raise
+    import torch
+
+    trainer.close()
+    torch.distributed.destroy_process_group()
 
 
-def train(row: dict[str, Any], folder: str, tell: Any) -> None:
-    """torchtitan's own Trainer, from its start to its last step."""
-    stand_in_for_unused()
+def measure(case: Case, folder: str) -> tuple[Any, dict[str, Any]]:
+    from torchtitan.components.dataloader import BaseDataLoader
+    from torchtitan.components.metrics import BaseLogger, build_metrics_processor
+    from torchtitan.models import qwen3
     from torchtitan.protocols.train_spec import register_train_spec
     from torchtitan.tools.logging import init_logger
     from torchtitan.train import Trainer
 
-    init_logger()
-    register_train_spec("bench", make_spec(tell))
-    trainer = Trainer(make_config(row, folder))
-    try:
-        trainer.train()
-    finally:
-        trainer.close()
-    torch.distributed.destroy_process_group()
+    class Readings(BaseLogger):
+        """Takes what its trackers of experiments would."""
 
+        def __init__(self) -> None:
+            self.taken: dict[int, dict[str, float]] = {}
 
-def stand_in_for_unused() -> None:
-    for name, attributes in UNUSED.items():
-        try:
-            importlib.import_module(name)
-        except ImportError:
-            module = types.ModuleType(name)
-            for attribute in attributes:
-                setattr(module, attribute, type(attribute, (), {}))
-            sys.modules[name] = module
+        def log(self, metrics: dict[str, Any], step: int) -> None:
+            self.taken[step] = metrics
 
+    class RandomTokens(BaseDataLoader):
+        def __init__(self, *, dp_world_size: int, dp_rank: int, tokenizer: None, job_config: Any) -> None:
+            self.rank = dp_rank
 
-def make_spec(tell: Any) -> Any:
-    """Its Qwen3, with data and metrics of ours."""
-    from torchtitan.components.dataloader import BaseDataLoader
-    from torchtitan.components.metrics import BaseLogger, MetricsProcessor
-    from torchtitan.models.qwen3 import get_train_spec, qwen3_args
-
-    class RandomBatches(BaseDataLoader):
-        """(inputs, labels) without end; every token is a label."""
-
-        def __init__(self, *, dp_rank: int, job_config: Any, **_: Any) -> None:
-            self._size = job_config.training.local_batch_size, job_config.training.seq_len + 1
-            self._vocab_size = qwen3_args[job_config.model.flavor].vocab_size
-            self._generator = torch.Generator().manual_seed(dp_rank)
-
-        def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-            while True:
-                tokens = torch.randint(0, self._vocab_size, self._size, generator=self._generator)
-                yield {"input": tokens[:, :-1].contiguous()}, tokens[:, 1:].contiguous()
+        def __iter__(self) -> Iterator[tuple[dict[str, Any], Any]]:
+            return random_batches(case, qwen3.qwen3_args[case.flavor].vocab_size, self.rank)
 
         def state_dict(self) -> dict[str, Any]:
             return {}
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            pass
+            assert not state_dict
 
-    class Told(BaseLogger):
-        def log(self, metrics: dict[str, Any], step: int) -> None:
-            tell({"step": step, **{name: float(value) for name, value in metrics.items()}})
+    readings = Readings()
 
-        def close(self) -> None:
-            pass
+    def build_metrics(*args: Any, **kwargs: Any) -> Any:
+        processor = build_metrics_processor(*args, **kwargs)
+        processor.logger = readings
+        return processor
 
-    class ToldMetrics(MetricsProcessor):
-        def __init__(self, *given: Any, **named: Any) -> None:
-            super().__init__(*given, **named)
-            self.logger = Told()
+    init_logger()
+    spec = dataclasses.replace(
+        qwen3.get_train_spec(), build_dataloader_fn=RandomTokens, build_metrics_processor_fn=build_metrics,
+        build_tokenizer_fn=None, build_validator_fn=None, state_dict_adapter=None,
+    )  # fmt: skip
+    register_train_spec("qwen3", spec)  # a registered one goes before its own of that name
+    trainer = Trainer(job_config(case, folder))
+    trainer.train()
+    return trainer, {"device": trainer.metrics_processor.device_memory_monitor.device_name} | read(
+        case, readings.taken, trainer.model_args
+    )
 
-    spec = get_train_spec()
-    spec.build_dataloader_fn, spec.build_tokenizer_fn = RandomBatches, None
-    spec.build_metrics_processor_fn, spec.state_dict_adapter = ToldMetrics, None
-    return spec
+
+def random_batches(case: Case, vocab_size: int, rank: int) -> Iterator[tuple[dict[str, Any], Any]]:
+    """No tokenizer and no data set: input and the tokens after it, both of shape batch × tokens."""
+    import torch
+
+    draw = torch.Generator().manual_seed(rank)
+    while True:
+        ids = torch.randint(vocab_size, (case.batch, case.sequence + 1), generator=draw)
+        yield {"input": ids[:, :-1]}, ids[:, 1:]
 
 
-def make_config(row: dict[str, Any], folder: str) -> Any:
+def job_config(case: Case, folder: str) -> Any:
+    """Its defaults, but for what a case says."""
     from torchtitan.config import JobConfig
 
     config = JobConfig()
     config.job.dump_folder = folder
-    config.metrics.log_freq, config.metrics.disable_color_printing = WINDOW, True
-    config.model.name, config.model.flavor = "bench", FLAVORS[row["shape"]]
-    config.training.local_batch_size, config.training.seq_len = row["batch"], row["sequence"]
-    config.training.steps, config.lr_scheduler.warmup_steps = STEPS, 2
-    config.activation_checkpoint.mode = row["checkpointing"]
+    config.model.name, config.model.flavor = "qwen3", case.flavor
+    config.metrics.log_freq, config.metrics.disable_color_printing = case.window, True
+    config.training.local_batch_size, config.training.seq_len = case.batch, case.sequence
+    config.training.steps = case.steps
+    config.activation_checkpoint.mode = case.checkpointing
     config.activation_checkpoint.selective_ac_option = "op"
     config.compile.enable = True
-    if row["matmul"] == "fp8":
-        config.model.converters = ["float8"]
+    if case.matmul == "fp8":
+        config.model.converters = ["quantize.linear.float8"]
         float8 = config.quantize.linear.float8
         float8.enable_fsdp_float8_all_gather = float8.precompute_float8_dynamic_scale_for_fsdp = True
         float8.filter_fqns = ["output"]
     return config
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def read(case: Case, taken: dict[int, dict[str, float]], shape: Any) -> dict[str, Any]:
+    """Numbers of one rank from its counters, read at step 1 and at every `window`-th."""
+    counted = {step: row for step, row in taken.items() if step - case.window >= WARM_UP}
+    assert counted, f"no window of {case.window} of {case.steps} steps begins after step {WARM_UP}"
+    rates = [row["throughput(tps)"] for row in counted.values()]
+    rate, last = statistics.median(rates), taken[max(taken)]
+    return {
+        "tokens_per_s": round(rate, 1),
+        "tokens_per_s_by_window": [round(found, 1) for found in rates],
+        "step_ms": round(1e3 * case.batch * case.sequence / rate, 1),
+        "mfu": round(rate * flops_per_token(shape, case.sequence) / PEAK_FLOPS, 4),
+        "mfu_by_its_counter": round(statistics.median(row["mfu(%)"] for row in counted.values()) / 100, 4),
+        "peak_reserved_gib": round(max(row["memory/max_reserved(GiB)"] for row in counted.values()), 2),
+        "peak_active_gib": round(max(row["memory/max_active(GiB)"] for row in counted.values()), 2),
+        "allocation_retries": last["memory/num_alloc_retries"],
+        "model_and_first_step_s": round(taken[1]["time_metrics/end_to_end(s)"] * case.window, 1),
+        "loss": [round(taken[1]["loss_metrics/global_avg_loss"], 3), round(last["loss_metrics/global_avg_loss"], 3)],
+    }
+
+
+def flops_per_token(shape: Any, tokens: int) -> float:
+    """Model FLOPs of forward and backward, as the head of this file says."""
+    heads = (2 * shape.n_heads + 2 * shape.n_kv_heads) * shape.head_dim  # rows of query, key, value, columns of output
+    layer = 2 * shape.dim * (heads + 3 * shape.hidden_dim) + 4 * shape.n_heads * shape.head_dim * tokens / 2
+    return 3.0 * (shape.n_layers * layer + 2 * shape.vocab_size * shape.dim)
 
 
 if __name__ == "__main__":

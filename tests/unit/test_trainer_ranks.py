@@ -27,6 +27,7 @@ from zero_cases import (
     held_bytes,
     measures,
     moved,
+    order_of_collectives,
     overflowed,
     refused_mixture,
     resume,
@@ -298,6 +299,21 @@ def test_layers_are_freed_between_forward_and_backward(pair):
     """So that equal gradients (above) show that the saved weights of a hand-written backward pass are gathered anew."""
     for during, after, has_gradient in pair.run(freed_between_passes):
         assert all(size > 0 for size in during) and after == [0, 0] and has_gradient
+
+
+def test_a_head_of_its_own_is_summed_before_the_layers(pair):
+    """And it stays gathered from the loss to its backward pass; a tied one is the embedding, which comes last."""
+    layers = [f"layers.{index}" for index in range(3)]
+    forward = [f"gather {name}" for name in ("root", *layers, "head")]
+    backward = [f"{what} {name}" for name in layers[::-1] for what in ("gather", "sum")]
+    for told in pair.run(order_of_collectives, "odd"):
+        at = told.index("loss")
+        assert told[:at] == forward
+        assert sorted(told[at + 1 :]) == sorted(["sum head", *backward, "sum root"])
+        sums = [name for name in told if name.startswith("sum")]
+        assert sums == ["sum head", *(f"sum {name}" for name in layers[::-1]), "sum root"]
+    for told in pair.run(order_of_collectives, "tied"):
+        assert not any("head" in name for name in told) and told[-1] == "sum root"
 
 
 def test_what_each_layout_holds(ranks):

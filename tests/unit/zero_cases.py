@@ -32,6 +32,7 @@ from gyre.parallel.devices import DeviceRecord, refuse_mixture
 from gyre.parallel.group import Group, alone
 from gyre.trainer.native import NativeTrainer
 from gyre.trainer.optim_sharded import SlicedOptimizer
+from gyre.trainer.parallelise import sharded_parts
 from gyre.trainer.passes import chunk_logprobs
 from gyre.trainer.update import collect_gradients
 from gyre.weights.gather import ShardSource, gather_runs
@@ -395,6 +396,31 @@ def freed_between_passes(group: Group) -> tuple[list[int], list[int], bool]:
     after = [weight.untyped_storage().nbytes() for weight in seen]
     logprobs_N.sum().backward()
     return during, after, bool(trainer._models.actor.optimizer.grad_N.any())
+
+
+def order_of_collectives(group: Group, spec: str) -> list[str]:
+    """FSDP2's of a step, by the module that they are of."""
+    trainer, told = trainer_on(group, "sft", layout="zero3", spec=spec), []
+    decoder = trainer._models.actor.decoder
+    names = {module: name or "root" for name, module in decoder.named_modules()}
+    for module in sharded_parts(decoder):
+        state = module._get_fsdp_state()._fsdp_param_group
+        for kind, comm in (("gather", state._all_gather_comm), ("sum", state._reduce_scatter_comm)):
+            comm._run = noting(told, f"{kind} {names[module]}", comm._run)
+    (update,) = trainer._evaluator.complete(batch_for(8, seed=0))[1].updates
+    told.clear()
+    logprobs_N, _ = chunk_logprobs(decoder, update.chunks[0])
+    told.append("loss")
+    logprobs_N.sum().backward()
+    return told
+
+
+def noting(told: list[str], name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        told.append(name)
+        return run(*args, **kwargs)
+
+    return noted
 
 
 BIG = replace(SPEC, vocab_size=4000, hidden_size=128, mlp_size=512, tied=False)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,9 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 NOTHING: frozenset[Projection] = frozenset()
 
 
+Out = TypeVar("Out")
+
+
 class Weights(nn.Module):
     """A named holder of a weight, and a bias where the family has one. Contents come from load or init."""
 
@@ -37,6 +41,14 @@ class Weights(nn.Module):
         self.weight = nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
         bias_R = nn.Parameter(torch.empty(shape[0], device=device, dtype=dtype)) if bias else None
         self.register_parameter("bias", bias_R)
+
+
+class Head(Weights):
+    """The projection to the vocabulary, where it is not the embedding."""
+
+    def forward(self, hidden_NE: Tensor, run: Callable[[Tensor, Tensor], Out]) -> Out:
+        """Return run(hidden_NE, weight). What runs here sees the weight whole, also where ranks hold shards of it."""
+        return run(hidden_NE, self.weight)
 
 
 class Layer(nn.Module):
@@ -131,7 +143,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Layer(spec, device=device, dtype=dtype) for _ in range(spec.num_layers))
         self.final_norm = Weights(spec.hidden_size, device=device, dtype=dtype)
         if not spec.tied:
-            self.head = Weights(spec.vocab_size, spec.hidden_size, device=device, dtype=dtype)
+            self.head = Head(spec.vocab_size, spec.hidden_size, device=device, dtype=dtype)
         # A float32 constant and no buffer, so that a change of dtype or a move of the weights leaves it alone.
         self.inv_freq_F = rope_frequencies(spec.head_dim, spec.rope_theta, spec.rope_scaling, device)
 
@@ -171,6 +183,10 @@ class Decoder(nn.Module):
             lean = checkpointing == "selective"
             x_TE = layer.replayed(*inputs, float8=float8) if full else layer(*inputs, lean=lean, float8=float8)
         return rms_norm(x_TE, self.final_norm.weight, self.spec.norm_eps)
+
+    def through_head(self, hidden_NE: Tensor, run: Callable[[Tensor, Tensor], Out]) -> Out:
+        """Return run(hidden_NE, head_weight_VE), once `hidden` has run: it is tensors, or a tuple of them."""
+        return run(hidden_NE, self.embed.weight) if self.spec.tied else self.head(hidden_NE, run)
 
     def logits(self, hidden_NE: Tensor) -> Tensor:
         """Return logits_NV in the compute dtype."""

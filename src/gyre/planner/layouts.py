@@ -193,18 +193,24 @@ def layer_item_bytes(dtype: Dtype, matmul: Matmul) -> int:
 
 
 def gathered_bytes(model: ModelNumbers, dtype: Dtype, layout: Layout, matmul: Matmul = "same") -> int:
-    """Compute weights that FSDP2 holds whole from the first layer's forward pass to the end of the backward one: the
-    root group (embedding, head, final norm), and under ZeRO-2 every layer too."""
+    """Compute weights that FSDP2 holds whole as the loss is found: those of the root group, from the first layer's
+    forward pass to the end of the backward one; a head of its own, to the end of its backward pass; and under ZeRO-2
+    every layer."""
     if layout.zero < 2:
         return 0
-    root = root_parameters(model)
-    layers = model.num_parameters - root if layout.zero == 2 else 0
-    return ITEM_BYTES[dtype] * root + layer_item_bytes(dtype, matmul) * layers
+    layers = model.num_layers * model.layer_parameters if layout.zero == 2 else 0
+    around = root_parameters(model) + head_parameters(model)
+    return ITEM_BYTES[dtype] * around + layer_item_bytes(dtype, matmul) * layers
 
 
 def root_parameters(model: ModelNumbers) -> int:
-    """Of the group around the layers."""
-    return model.num_parameters - model.num_layers * model.layer_parameters
+    """Of the group around the layers and a head of its own: embedding and final norm."""
+    return model.num_parameters - model.num_layers * model.layer_parameters - head_parameters(model)
+
+
+def head_parameters(model: ModelNumbers) -> int:
+    """Of a head that is not the embedding."""
+    return 0 if model.tied else model.embedding_parameters
 
 
 def layer_group_bytes(model: ModelNumbers, dtype: Dtype, layout: Layout, matmul: Matmul = "same") -> int:

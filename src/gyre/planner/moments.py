@@ -29,6 +29,7 @@ from gyre.planner.layouts import (
     disk_state_bytes,
     frozen_bytes,
     gathered_bytes,
+    head_parameters,
     host_staging_bytes,
     host_state_bytes,
     layer_group_bytes,
@@ -120,7 +121,8 @@ def train_moments(job: Job, layout: Layout, beside: Mapping[str, int] | None = N
     targets = min(tokens - 1, max(1, round(tokens * job.target_share)))
     kept = saved_bytes(m, dtype, job.saving, layout.checkpointing, tokens=tokens, targets=targets, longest=job.longest)
     gathered = {"gathered weights": gathered_bytes(m, dtype, layout, job.matmul)}
-    head = item * m.embedding_parameters if m.tied or layout.zero >= 2 else 0  # waits for the embedding's gradient
+    head = item * m.embedding_parameters if m.tied else 0  # waits for the embedding's gradient
+    whole_head, summed = (item * head_parameters(m), FLOAT * head_parameters(m)) if layout.zero >= 2 else (0, 0)
     loss = max(head_forward_bytes(m, job.saving, targets), head_backward_bytes(m, dtype, job.saving, targets))
     layer = layer_backward_bytes(m, dtype, tokens, job.matmul) + layer_group_bytes(m, dtype, layout, job.matmul)
     embedding = item * m.embedding_parameters + head
@@ -128,7 +130,8 @@ def train_moments(job: Job, layout: Layout, beside: Mapping[str, int] | None = N
         embedding = max(embedding, (item + FLOAT) * root_parameters(m))
     again = again_bytes(m, dtype, job.saving, layout.checkpointing, tokens, longest=job.longest)
     during = {**base, **gathered, KEPT: kept}
-    deepest = {"computed again": again, "layer's gradients": layer, "head's gradient": head}
+    let_go = {"gathered weights": gathered["gathered weights"] - (whole_head if layout.zero == 3 else 0)}
+    deepest = let_go | {"computed again": again, "layer's gradients": layer, "head's gradient": head + summed}
     return (
         _moment("loss", during | {"log-probs": loss}),
         _moment("deepest layer", during | deepest),

@@ -16,6 +16,7 @@ from gyre.planner.layouts import (
     Layout,
     away_bytes,
     disk_state_bytes,
+    head_parameters,
     layer_item_bytes,
     root_parameters,
     state_bytes,
@@ -70,7 +71,10 @@ def sent_bytes(job: Job, layout: Layout) -> dict[str, int]:
     """Bytes that each rank sends per update, by collective, with the ring factors (n - 1) / n. The gradient is reduced
     in float32, weights are gathered in the compute dtype; under ZeRO-3 twice per chunk, embedding and head once. FSDP2
     (ZeRO-2, 3) gathers layers in 8 bits where they are multiplied so."""
-    count, root = job.model.num_parameters * job.copies, root_parameters(job.model) * job.copies
+    count, root = (
+        job.model.num_parameters * job.copies,
+        job.copies * (root_parameters(job.model) + head_parameters(job.model)),
+    )
     item = ITEM_BYTES[job.dtype]
     ring = (layout.shard_ranks - 1) / layout.shard_ranks
     chunks = chunks_per_update(job, layout)

@@ -1,9 +1,10 @@
-"""FSDP: a Decoder cut over the ranks of a shard group by FSDP2, a group per layer and one for the rest. In: a Decoder,
-on the meta device, or whole and alike on all ranks. Out: the same Decoder, in place, holding its shards. Caller:
-trainer.start, which imports this file only where weights are cut.
+"""FSDP: a Decoder cut over the ranks of a shard group by FSDP2, a group per layer, one for a head of its own, one for
+the rest. In: a Decoder, on the meta device, or whole and alike on all ranks. Out: the same Decoder, in place, holding
+its shards. Caller: trainer.start, which imports this file only where weights are cut.
 
-The root group holds embedding, head and final norm: with tied embeddings these must be one group, and the head is read
-after `hidden` has returned. Its weights stay gathered from the first layer to the end of the backward pass.
+The root group holds embedding and final norm; its weights stay gathered from the first layer to the end of the backward
+pass, since a tied head is read after `hidden` has returned. A head of its own is gathered while the layers run, and its
+gradient is summed while those of the layers are found.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ def shard_decoder(decoder: Decoder, split: Split, *, trains: bool, float8: froze
         _to_master(layer, trains)
         gather_in_float8(layer, float8, split.mesh.shard.size)
         fully_shard(layer, mesh=mesh, reshard_after_forward=split.zero == 3, mp_policy=policy)
+    if not decoder.spec.tied:  # gathered once: its backward pass comes right after its forward pass
+        _to_master(decoder.head, trains)
+        fully_shard(decoder.head, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
     _to_master(decoder, trains)
     fully_shard(decoder, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
     register_fsdp_forward_method(decoder, "hidden")

@@ -50,7 +50,9 @@ def chunk_logprobs(
     hidden_NE = hidden_states(decoder, chunk, chunk.rows_N, checkpointing, float8)
     keep_logits = checkpointing == "none" and torch.is_grad_enabled()
     given = chunk.targets_N, chunk.temperature_N, chunk.support
-    return token_logprobs(hidden_NE, decoder.head_weight, *given, keep_logits=keep_logits)
+    return decoder.through_head(
+        hidden_NE, lambda hidden_NE, weight_VE: token_logprobs(hidden_NE, weight_VE, *given, keep_logits=keep_logits)
+    )
 
 
 def chunk_values(
