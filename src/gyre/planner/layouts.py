@@ -127,7 +127,8 @@ def disk_state_bytes(states: dict[str, int], layout: Layout) -> dict[str, int]:
 def room_bytes(model: ModelNumbers, dtype: Dtype) -> int:
     """Places on the device of a model whose weights live in host memory: for what is outside the layers, and for the
     layers in turn."""
-    return ITEM_BYTES[dtype] * (root_parameters(model) + LAYER_ROOMS * model.layer_parameters)
+    around = model.num_parameters - model.num_layers * model.layer_parameters
+    return ITEM_BYTES[dtype] * (around + LAYER_ROOMS * model.layer_parameters)
 
 
 def device_staging_bytes(

@@ -150,8 +150,8 @@ def _weights_seconds(job: Job, layout: Layout, gpu: Gpu, chunks: int, compute_s:
     away, m = [owner for owner in ("actor", "critic")[: job.copies] if not layout.holds_weights(owner)], job.model
     layers = ITEM_BYTES[job.dtype] * m.layer_parameters * max(0, m.num_layers - LAYER_ROOMS) * 2 * chunks
     rate = gpu.host_copy_bytes_per_s(layout.gpus)
-    root = ITEM_BYTES[job.dtype] * root_parameters(m) / rate
-    return len(away) * root + max(0.0, len(away) * layers / rate - compute_s)
+    around = ITEM_BYTES[job.dtype] * (root_parameters(m) + head_parameters(m)) / rate
+    return len(away) * around + max(0.0, len(away) * layers / rate - compute_s)
 
 
 def _switch_seconds(job: Job, layout: Layout, gpu: Gpu, residency: Residency) -> float:
