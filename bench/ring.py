@@ -47,7 +47,11 @@ def main() -> None:
         ours=detail["median_step_s"],
         peer=None,
         limit=detail.pop("limit_s"),
-        settings={"config": args.config.name, "set": args.set, "device": torch.cuda.get_device_name()},
+        settings={
+            "config": args.config.name,
+            "set": args.set,
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        },
         detail={**detail, **told},
     )
 
@@ -153,7 +157,7 @@ def limit_seconds(num_parameters: int, step: dict[str, Any]) -> float:
     """On one GPU; of several, divided by their number."""
     products = 2 * num_parameters * step["num_tokens"] * 4 / MATMUL_FLOPS
     decode_steps = step["metrics"]["length"]  # of a mean completion; the longest takes more
-    return (products + decode_steps * 2 * num_parameters / COPY_BYTES_PER_S) / torch.cuda.device_count()
+    return (products + decode_steps * 2 * num_parameters / COPY_BYTES_PER_S) / max(1, torch.cuda.device_count())
 
 
 if __name__ == "__main__":
