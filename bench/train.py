@@ -9,12 +9,14 @@ random gradient, are timed too: they are what scales to the whole model.
 MFU = model FLOPs / seconds / 989e12 (dense BF16 of an H100 or H200 by its data sheet). Model FLOPs are those of
 models/flops.py, three forward passes' worth: causal attention at half, nothing that is made again. The limit is what
 matrix products reach here, 794e12, or 1,458e12 in 8 bits (`--matmul fp8`), which counts against the same 989e12.
+With `--away` state lies in pinned host memory: masters and moments, or the weights as well.
 """
 
 # T tokens, E hidden size, N targets
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import statistics
 from collections.abc import Callable
@@ -57,6 +59,11 @@ PEERS = {  # 9,515, 8,808 and, with its layers' products in FP8, 12,218 tokens/s
     ("8b", "none", "fp8"): 0.507 * 12_218 / 9_515,
 }
 WARM_UP = 3
+AWAY: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "state": {"offload_optimizer": "host"},
+    "weights": {"offload_optimizer": "host", "offload_parameters": ("actor",)},
+}
 PARTS = {  # of kernel names; the first that fits counts
     "attention": ("flash", "fmha", "attn"),
     "products": ("nvjet", "gemm", "cutlass", "cublas", "splitk"),
@@ -80,6 +87,7 @@ def main() -> None:
     options.add_argument("--checkpointing", choices=get_args(Checkpointing), default="none")
     options.add_argument("--matmul", choices=get_args(Matmul), default="same", help="same: bfloat16")
     options.add_argument("--moments", choices=get_args(Moments), default="float32", help="of AdamW")
+    options.add_argument("--away", choices=tuple(AWAY), default="nothing", help="from the device, in host memory")
     options.add_argument("--steps", type=int, default=10)
     options.add_argument("--profile", action="store_true", help="print the profiler's table of one step")
     args = options.parse_args()
@@ -91,6 +99,7 @@ def main() -> None:
     name += "" if args.checkpointing == "none" else f"_{args.checkpointing}"
     name += "" if args.matmul == "same" else f"_{args.matmul}"
     name += "" if args.moments == "float32" else f"_moments_{args.moments}"
+    name += "" if args.away == "nothing" else f"_away_{args.away}"
     peer, group = PEERS.get((args.shape, args.checkpointing, args.matmul)), spec.num_heads // spec.num_kv_heads
     say(
         args,
@@ -113,7 +122,7 @@ def main() -> None:
 def measure(spec: ModelSpec, args: Any, device: torch.device) -> dict[str, Any]:
     decoder = Decoder(spec, device=device, dtype=torch.bfloat16)
     fill_dummy(decoder)
-    settings = {"checkpointing": args.checkpointing, "matmul": args.matmul, "moments": args.moments}
+    settings = {"checkpointing": args.checkpointing, "matmul": args.matmul, "moments": args.moments, **AWAY[args.away]}
     config = TrainerConfig.model_validate({"learning_rate": 1e-6, "tokens_per_chunk": args.tokens, **settings})
     split = Splitter(alone(device), ParallelConfig()).split("actor")
     silent = {"folder": None, "emit": lambda kind, **fields: None, "progress": lambda: None}
@@ -125,7 +134,8 @@ def measure(spec: ModelSpec, args: Any, device: torch.device) -> dict[str, Any]:
     optimizer = models.actor.optimizer
 
     def gradients() -> None:
-        collect_gradients(models, SftConfig(), [chunk], targets)
+        with visit(actor):
+            collect_gradients(models, SftConfig(), [chunk], targets)
 
     def update() -> None:
         norm = optimizer.grad_norm()
@@ -144,6 +154,7 @@ def measure(spec: ModelSpec, args: Any, device: torch.device) -> dict[str, Any]:
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device)
     parts, kernels_s = by_part(step, table=args.profile)
+    moved = traffic(actor, step)
     layers_s = median_s(layers_alone(actor, chunk), args.steps)
     whole, of_layers = model_flops(spec, chunk), model_flops(spec, chunk, head=False)
     return {
@@ -158,7 +169,27 @@ def measure(spec: ModelSpec, args: Any, device: torch.device) -> dict[str, Any]:
         "activations_gib": round((peak - held) / 2**30, 2),
         "parts_ms": parts,
         "kernels_ms": round(kernels_s * 1e3, 2),
+        **moved,
     }
+
+
+def visit(actor: Learner) -> contextlib.AbstractContextManager[None]:
+    """Around passes: weights in host memory come to the device."""
+    return contextlib.nullcontext() if actor.stream is None else actor.stream.visit()
+
+
+def traffic(actor: Learner, step: Callable[[], None]) -> dict[str, float]:
+    """What one step moves between host and device, and how long it waits for that: for weights, for state."""
+    sources = {"weights": actor.stream, "state": actor.home if actor.home.stream is not None else None}
+    found = {}
+    for again in (False, True):
+        step()
+        torch.cuda.synchronize()
+        for name, source in sources.items():
+            if source is not None and (moved := source.take_traffic()) and again:
+                found[f"{name}_moved_gib"] = round((moved.in_bytes + moved.out_bytes) / 2**30, 2)
+                found[f"{name}_waited_ms"] = round(moved.waited_s * 1e3, 2)
+    return found
 
 
 def make_chunk(spec: ModelSpec, tokens: int, sequences: int, device: torch.device) -> Chunk:
@@ -174,13 +205,14 @@ def layers_alone(actor: Learner, chunk: Chunk) -> Callable[[], None]:
     """Forward and backward of the layers, with gradients into the float32 buffer, without embedding and head."""
     decoder, checkpointing, float8 = actor.decoder, actor.checkpointing, actor.float8
     shape = chunk.layout.num_tokens, decoder.spec.hidden_size
-    x_TE, grad_TE = (torch.randn(shape, device=decoder.device).to(decoder.dtype) for _ in range(2))
+    device = chunk.tokens_T.device
+    x_TE, grad_TE = (torch.randn(shape, device=device).to(decoder.dtype) for _ in range(2))
     tables = rope_tables(chunk.layout.positions_T, decoder.inv_freq_F, decoder.dtype)
 
     def attend(_: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
         return varlen_attention(q_THD, k_TKD, v_TKD, chunk.layout)
 
-    def run() -> None:
+    def pass_through() -> None:
         stream_TE = x_TE.detach().requires_grad_()
         for index, layer in enumerate(decoder.layers):
             assert isinstance(layer, Layer)
@@ -188,6 +220,10 @@ def layers_alone(actor: Learner, chunk: Chunk) -> Callable[[], None]:
             through = layer.replayed if checkpointing == "full" else lean
             stream_TE = through(index, stream_TE, *tables, attend, None, float8=float8)
         stream_TE.backward(grad_TE)
+
+    def run() -> None:
+        with visit(actor):
+            pass_through()
 
     return run
 

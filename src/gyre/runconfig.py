@@ -22,7 +22,14 @@ from gyre.data.config import DataConfig
 from gyre.engine.config import EngineConfig
 from gyre.loop.config import ColdStartConfig, EvalConfig, GoalConfig, RolloutConfig, RunSection
 from gyre.models.config import ModelConfig
-from gyre.objectives.config import GrpoConfig, ObjectiveConfig, is_pairwise, needs_rollouts
+from gyre.objectives.config import (
+    GrpoConfig,
+    ObjectiveConfig,
+    is_pairwise,
+    needs_critic,
+    needs_reference,
+    needs_rollouts,
+)
 from gyre.observe.config import ObserveConfig
 from gyre.parallel.config import ParallelConfig
 from gyre.rewards.config import RewardsConfig
@@ -117,6 +124,8 @@ class RunConfig(Section):
             )
         if self.trainer.offload_optimizer == "disk" and not self.memory.disk_folder:
             raise ValueError("trainer.offload_optimizer = 'disk' needs a folder for its file: set memory.disk_folder")
+        if reason := self._why_no_weights_away():
+            raise ValueError(reason)
         compares = isinstance(objective, GrpoConfig) and objective.baseline != "none"
         if size < 2 and (compares or (objective.kind == "dpo" and needs_rollouts(objective))):
             raise ValueError(
@@ -132,6 +141,21 @@ class RunConfig(Section):
             )
         return self
 
+    def _why_no_weights_away(self) -> str | None:
+        """A model on the list that the run has not."""
+        wants_reference = needs_reference(self.objective) and self.trainer.reference == "initial"
+        there = {
+            "actor": True,
+            "critic": needs_critic(self.objective),
+            "reference": wants_reference,
+            "reward": self.rewards.model_part() is not None,
+        }
+        for model in self.trainer.offload_parameters:
+            if not there[model]:
+                has = ", ".join(name for name, is_there in there.items() if is_there)
+                return f"trainer.offload_parameters names '{model}', this run has {has}: take it off the list"
+        return None
+
     def _why_not_invariant(self) -> str | None:
         """What the config alone says; the model and the device may say more."""
         cutting = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
@@ -144,6 +168,8 @@ class RunConfig(Section):
         if self.trainer.matmul == "fp8":
             return "trainer.matmul = 'fp8' rounds what the engine does not, need 'same'"
         for model in ("actor", "reference"):
+            if model in self.trainer.offload_parameters:
+                return f"trainer.offload_parameters names '{model}', whose layers the engine's kernels read as they lie"
             if (zero := self.parallel.of(model)[0]) >= 2:
                 return f"parallel.zero = {zero} of the {model} keeps weights in shards, need 0 or 1"
         return None

@@ -1,8 +1,9 @@
-"""Optimiser state and gradients away from a GPU: the same bits as on it, and less of its memory."""
+"""Optimiser state, gradients and weights away from a GPU: the same bits as on it, and less of its memory."""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +14,18 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
 from rank_pool import RankPool
-from zero_cases import AWAY, away, moved, sums_by_parts, train
+from weight_cases import ALL, SMALL
+from zero_cases import AWAY, DEEP, away, batch_for, moved, sums_by_parts, train, trainer_on
 
+from gyre.models.decoder import Decoder
+from gyre.models.init import FreshWeights
+from gyre.parallel.config import ParallelConfig
 from gyre.parallel.group import alone
-from gyre.parallel.mesh import make_mesh
+from gyre.parallel.mesh import Splitter, make_mesh
 from gyre.trainer.home import Home
 from gyre.trainer.optim import FlatOptimizer
+from gyre.trainer.passes import chunk_logprobs
+from gyre.trainer.start import start_away
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 CUDA = torch.device("cuda")
@@ -90,6 +97,61 @@ def test_state_away_takes_no_device_memory_but_its_cuts(tmp_path) -> None:
     assert held[1] <= 2 * numbers + 3 * (1 << 20) + (1 << 16)
 
 
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_weights_in_host_memory_compute_as_on_the_device(mode) -> None:
+    """Forward passes to the bit, with rooms that hold NaN before each visit; attention's backward pass sums in no fixed
+    order, so what is trained lies within bounds."""
+    found = []
+    for models in ((), ALL):
+        settings = {"spec": "deep", "dtype": "bfloat16", "checkpointing": mode, "tokens_per_chunk": 64}
+        trainer = trainer_on(alone(CUDA), "grpo", **settings, **SMALL, offload_parameters=models)
+        streams, values = trainer._tenancy.streams.values(), []
+        for which in ("policy", "reference", "reward"):
+            for stream in streams:
+                stream.rooms_B.fill_(255)  # every bfloat16 of it a NaN
+            told = trainer.evaluate_now(batch_for(12, seed=3), which)
+            values += [*told.per_token, *([] if told.per_sequence is None else [told.per_sequence])]
+        for step in range(3):
+            for stream in streams:
+                stream.rooms_B.fill_(255)
+            report = trainer.step_now(batch_for(12, seed=step))
+            assert report.num_updates == 1
+        places = {parameter.device.type for parameter in trainer._models.actor.decoder.parameters()}
+        assert places == {"cpu" if models else CUDA.type}
+        weights = {name: tensor.float().cpu().numpy() for name, tensor in trainer.register()[1].items()}
+        found.append((values, report, weights))
+    (values, report, weights), (own_values, own, own_weights) = found
+    for expected, got in zip(values, own_values, strict=True):
+        np.testing.assert_array_equal(got, expected)
+    assert own.metrics["loss"] == pytest.approx(report.metrics["loss"], rel=1e-2, abs=1e-3)
+    assert own.metrics["grad_norm"] == pytest.approx(report.metrics["grad_norm"], rel=2e-2)
+    assert own.measured["offload_in_bytes"] > 0 and own.measured["offload_wait_seconds"] >= 0.0
+    for name, tensor in weights.items():
+        assert np.linalg.norm(own_weights[name] - tensor) <= 2e-2 * np.linalg.norm(tensor), name
+
+
+def test_a_frozen_model_in_host_memory_takes_two_layers_of_the_device() -> None:
+    """While it stands and while it computes: 24 layers of 12.6 MB, of which 22 are never there."""
+    spec = replace(DEEP, num_layers=24, hidden_size=1024, mlp_size=1536, num_heads=8, num_kv_heads=4, head_dim=64)
+    split = Splitter(alone(CUDA), ParallelConfig()).split("reference")
+    decoder = Decoder(spec, device=torch.device("meta"), dtype=torch.bfloat16)
+    trainer = trainer_on(alone(CUDA), "grpo", dtype="bfloat16")
+    (update,) = trainer._evaluator.complete(batch_for(4, seed=0))[1].updates
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    stream = start_away("reference", decoder, None, split, FreshWeights(spec, 0)).stream
+    held = stream.sizes()
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(2):
+        with stream.visit(), torch.inference_mode():
+            logprobs_N, _ = chunk_logprobs(decoder, update.chunks[0])
+    assert bool(logprobs_N.isfinite().all())
+    peak = torch.cuda.max_memory_allocated() - before
+    assert held["rooms_bytes"] < held["size_bytes"] / 8
+    assert peak < held["rooms_bytes"] + held["size_bytes"] / 8, "activations of four short sequences are small"
+    assert stream.take_traffic().in_bytes >= 2 * held["size_bytes"]
+
+
 @pytest.fixture(scope="module")
 def ranks():
     if torch.cuda.device_count() < 2:
@@ -117,3 +179,15 @@ def test_sums_by_parts_and_parking(ranks, tmp_path) -> None:
     expected = ranks.run(train, "ppo", layout="zero1")[0][1]
     for name, tensor in expected.items():
         np.testing.assert_allclose(state[name], tensor, atol=2e-3 * np.abs(tensor).max(), rtol=0, err_msg=name)
+
+
+@pytest.mark.parametrize("layout", ["zero0", "zero1"])
+def test_ranks_with_weights_in_host_memory_train_as_without(ranks, layout) -> None:
+    """New weights are gathered through the device a part at a time with zero 1."""
+    settings = {"layout": layout, "spec": "deep"}
+    expected, state = ranks.run(train, "grpo", **settings)[0]
+    reports, own = ranks.run(train, "grpo", **settings, **SMALL, offload_parameters=ALL)[0]
+    for report, one in zip(reports, expected, strict=True):
+        assert report.metrics["loss"] == pytest.approx(one.metrics["loss"], rel=1e-2, abs=1e-3)
+    for name, tensor in state.items():
+        assert np.linalg.norm(own[name] - tensor) <= 2e-2 * np.linalg.norm(tensor), name

@@ -71,9 +71,11 @@ ORDINARY = {
     "trace.written": "asked for",
     "trainer.attention_kernel": "a choice, told once; it says itself that it counts where another kernel broke",
     "trainer.offload": "where state lives, told once",
+    "trainer.offload_parameters": "whose weights live in host memory, told once",
     "trainer.c_kernels": "a choice, like the engine's",
     "trainer.float8": "a choice, told once; it says itself that it counts where a matrix stays wide",
     "trainer.loss_scale": "a change; trainer.update_skipped counts what it cost",
+    "trainer.moments": "which are codes of 8 bits, told once",
     "trainer.reference_refreshed": "planned",
     "weights.gathered": "planned",
 }

@@ -131,6 +131,8 @@ def test_the_memory_line_says_what_is_offloaded_and_why() -> None:
     fixed = Fixed(offload_optimizer="disk", offload_gradients=True)
     given = lines(1, longest=8192, fixed=fixed)["training", "Memory optimization"].reason
     assert '"disk" and trainer.offload_gradients = true), as the config says' in given
+    weights = lines(1, longest=8192, offload_parameters=("actor",))["training", "Memory optimization"].reason
+    assert 'trainer.offload_parameters = ["actor"]), as the config says' in weights
     assert "of pinned host memory and 91.5" in given and "under memory.disk_folder" in given
 
 

@@ -351,14 +351,16 @@ def test_a_model_that_does_not_fit_is_offered_the_least_offloading_that_does() -
     tight = replace(inputs, offload_cut_bytes=1 << 16, host_budget_bytes=1 << 30)
     train = make_plan(tight, LAPTOP).working["train"]
     offers = []
-    for bytes_per_parameter in (15, 7, 3):
+    for bytes_per_parameter in (15, 7, 3, 1):
         small = replace(tight, device_budget_bytes=train + bytes_per_parameter * MODEL.num_parameters + MIB)
         with pytest.raises(MemoryBudgetError) as caught:
             make_plan(small, LAPTOP)
         offers.append("; it fits with ".join(caught.value.hint.split("; it fits with ")[1:]))
         if not offers[-1]:
             continue
-        fitting = replace(small, offload_optimizer="host", offload_gradients="gradients" in offers[-1])
+        away = ("actor",) if "parameters" in offers[-1] else ()
+        gradients = "gradients" in offers[-1]
+        fitting = replace(small, offload_optimizer="host", offload_gradients=gradients, offload_parameters=away)
         plan = make_plan(fitting, LAPTOP)
         (train_phase,) = [phase for phase in plan.phases if phase.phase == "train"]
         assert train_phase.host["actor.optimizer"] == 8 * MODEL.num_parameters
@@ -367,6 +369,7 @@ def test_a_model_that_does_not_fit_is_offered_the_least_offloading_that_does() -
     assert offers == [
         'trainer.offload_optimizer = "host"',
         'trainer.offload_optimizer = "host" and trainer.offload_gradients = true',
+        'trainer.offload_optimizer = "host", trainer.offload_gradients = true and trainer.offload_parameters = ["actor"]',
         "",
     ]
 

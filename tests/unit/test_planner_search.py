@@ -16,7 +16,7 @@ from gyre.planner.candidates import Cluster, Fixed, judge, layouts
 from gyre.planner.checklist import strategy_for, tree_for
 from gyre.planner.describe import as_mapping, describe, reasons
 from gyre.planner.gpus import GPUS, find_gpu
-from gyre.planner.moments import Engine
+from gyre.planner.moments import Engine, host_bytes_of
 from gyre.planner.search import choose
 from gyre.planner.shapes import SHAPES, find_shape
 from gyre.planner.speed import chunks_per_update, sent_bytes, step_time
@@ -194,3 +194,30 @@ def test_predicted_work_is_what_mfu_counts(shape: str, length: int) -> None:
     parts = speed_flops(make_job(shape, longest=length))
     counted = model_flops(find_shape(shape), [length], num_outputs=length)
     assert length * sum(parts) == pytest.approx(counted, rel=1e-3)
+
+
+def test_weights_in_host_memory_need_whole_models_and_room_for_two_layers() -> None:
+    """A 70B model on one GPU that its weights alone would fill."""
+    away = make_job("llama-3-70b", longest=4096, offload_parameters=("actor",))
+    there = cluster(1, host_bytes=2000 * GIB)
+    choice = choose(away, there, Fixed())
+    layout, parts = choice.best.layout, choice.best.moments[1].parts
+    assert layout.offload_optimizer == "host" and layout.offload_parameters == ("actor",)
+    assert "weights of actor on the host" in layout.words()
+    item, m = 2, away.model
+    assert "actor.params" not in parts and parts["actor.rooms"] == item * (
+        2 * m.layer_parameters + m.num_parameters - m.num_layers * m.layer_parameters
+    )
+    bare = replace(layout, offload_parameters=())
+    assert host_bytes_of(away, layout, "resident") - host_bytes_of(away, bare, "resident") == item * m.num_parameters
+    assert choice.best.time.host_s > judge(away, there, bare).time.host_s
+    with pytest.raises(MemoryBudgetError):
+        choose(replace(away, offload_parameters=()), there, Fixed())
+    assert {found.zero for found in layouts(away, cluster(8, host_bytes=8000 * GIB), Fixed())} == {0, 1}
+    with pytest.raises(ConfigError, match="no layout of 8 GPUs"):
+        choose(away, cluster(8, host_bytes=8000 * GIB), Fixed(zero=3))
+    frozen = replace(away, offload_parameters=("reference",), reference=True)
+    kept = {name: size for moment in judge(frozen, there, layout).moments for name, size in moment.parts.items()}
+    assert "reference" in kept and "reference.rooms" not in kept
+    kept = judge(frozen, there, replace(layout, offload_parameters=("reference",))).moments[-1].parts
+    assert "reference" not in kept and kept["reference.rooms"] == parts["actor.rooms"]

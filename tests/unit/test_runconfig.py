@@ -295,6 +295,20 @@ def test_state_on_disk_needs_a_folder():
     parse_run_config({**MODEL, **tables, "memory": {"disk_folder": "spill"}}, where="run.toml")
 
 
+def test_weights_in_host_memory_are_refused_of_models_that_are_not_there_or_cannot():
+    offline = {"objective": {"kind": "sft"}}
+    told = refusal(**offline, trainer={"offload_parameters": ["reference"]})
+    assert told == "trainer.offload_parameters names 'reference', this run has actor: take it off the list"
+    told = refusal(trainer={"offload_parameters": ["critic"], "offload_optimizer": "host"})
+    assert told == "trainer.offload_parameters names 'critic', this run has actor: take it off the list"
+    compares = {"objective": {"kind": "grpo", "kl_coef": 0.1}}
+    assert "the larger state goes first" in refusal(**offline, trainer={"offload_parameters": ["actor"]})
+    assert "'actor', 'critic', 'reference' or 'reward'" in refusal(trainer={"offload_parameters": ["engine"]})
+    told = refusal(**compares, engine={"batch_invariant": True}, trainer={"offload_parameters": ["reference"]})
+    assert "trainer.offload_parameters names 'reference', whose layers the engine's kernels read" in told
+    parse_run_config({**MODEL, **compares, "trainer": {"offload_parameters": ["reference"]}}, where="run.toml")
+
+
 def test_files_that_cannot_be_used(tmp_path):
     (tmp_path / "torn.toml").write_text("[model\npath = 3")
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")

@@ -180,3 +180,22 @@ def test_each_rank_is_planned_for_with_its_part_of_the_states(tmp_path):
     told = {"kind": "ray", "num_workers": 8}
     for cluster, ranks in ((told, 8), ({"kind": "ray"}, 2), ({}, 1)):
         assert expected_ranks(online(tmp_path, cluster=cluster, parallel={"zero": 3, "shard_ranks": 2})) == ranks
+
+
+def test_weights_in_host_memory_are_refused_beside_an_engine_and_in_shards(tmp_path):
+    away = {"offload_parameters": ["actor"], "offload_optimizer": "host"}
+    config = online(tmp_path, trainer=away)
+    (stage,), data, spec = plan_stages(config, "all"), load_online(config), trainer_cases.SPEC
+    with pytest.raises(ConfigError, match=r"'actor'\] in a stage with an engine") as caught:
+        plan_run(config, stage, spec, data, dtype="float32", folder=tmp_path)
+    assert "take 'actor' off the list" in caught.value.hint
+    compares = {"objective": {"kind": "grpo", "kl_coef": 0.1}, "trainer": {"offload_parameters": ["reference"]}}
+    config = online(tmp_path, **compares, parallel={"zero": 3})
+    (stage,) = plan_stages(config, "all")
+    with pytest.raises(ConfigError, match=r"names 'reference', whose weights parallel\.zero = 3 cuts over 2 ranks"):
+        plan_run(config, stage, spec, data, dtype="float32", folder=tmp_path, ranks=2)
+    config = online(tmp_path, **compares)
+    (stage,) = plan_stages(config, "all")
+    plan = plan_run(config, stage, spec, data, dtype="float32", folder=tmp_path, ranks=2)
+    tiers = {component.name: component.tiers for component in plan.components}
+    assert tiers["reference"] == ("host",) and tiers["reference.rooms"] == ("device", "none")

@@ -41,7 +41,8 @@ from gyre.weights.gather import ShardSource, gather_runs
 ODD = replace(SPEC, vocab_size=50, mlp_size=23, tied=False, qkv_bias=True, num_layers=3, head_dim=10, hidden_size=18)
 # Rows of whole blocks of 8-bit moments, but for `out`; ranks share out no matrix evenly.
 BLOCKS = replace(SPEC, hidden_size=256, mlp_size=256, vocab_size=50)
-SPECS = {"tied": SPEC, "odd": ODD, "blocks": BLOCKS}
+DEEP = replace(SPEC, num_layers=5)
+SPECS = {"tied": SPEC, "odd": ODD, "blocks": BLOCKS, "deep": DEEP}
 LAYOUTS = {
     "zero0": ParallelConfig(zero=0),
     "zero1": ParallelConfig(zero=1),

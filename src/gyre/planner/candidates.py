@@ -97,6 +97,8 @@ def layouts(job: Job, cluster: Cluster, fixed: Fixed) -> Iterator[Layout]:
     for zero, shard_ranks in _splits(cluster.gpus, cluster.gpu.gpus_per_host, fixed):
         for checkpointing in CHECKPOINTING if fixed.checkpointing is None else (fixed.checkpointing,):
             for optimizer, gradients in _offloads(fixed):
+                if job.offload_parameters and _refuses_weights_away(job, zero, shard_ranks, optimizer):
+                    continue
                 for tokens in _chunks(job, cluster.gpus, fixed):
                     yield Layout(
                         gpus=cluster.gpus,
@@ -106,8 +108,15 @@ def layouts(job: Job, cluster: Cluster, fixed: Fixed) -> Iterator[Layout]:
                         tokens_per_chunk=tokens,
                         offload_optimizer=optimizer,
                         offload_gradients=gradients,
+                        offload_parameters=job.offload_parameters,
                         moments=job.moments,
                     )
+
+
+def _refuses_weights_away(job: Job, zero: Zero, shard_ranks: int, optimizer: Offload) -> bool:
+    """As the trainer and its config do: weights on the host are whole, and the larger state goes first."""
+    trained = {"actor", "critic"} & set(job.offload_parameters)
+    return (zero >= 2 and shard_ranks > 1) or (bool(trained) and optimizer == "none")
 
 
 def judge(job: Job, cluster: Cluster, layout: Layout) -> Candidate:

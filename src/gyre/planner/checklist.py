@@ -6,6 +6,7 @@ In: a Choice, the settings that the lines ask about, the features that exist. Ou
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -135,7 +136,7 @@ def _memory(choice: Choice, settings: Settings) -> Line:
         f"{tree_for(ratio)}; the fastest that fits is {layout.words()}, {words(held)} per GPU; "
         f"{_moments(choice, settings)}; {_offload(choice)}"
     )
-    offloads = layout.offload_optimizer != "none" or layout.offload_gradients
+    offloads = layout.offload_optimizer != "none" or layout.offload_gradients or bool(layout.offload_parameters)
     if not layout.zero and not offloads and layout.moments == "float32":
         return Line(name="Memory optimization", state="off", reason=reason)
     needed = (["ZeRO"] if layout.zero else []) + (["optimizer offload"] if offloads else [])
@@ -168,11 +169,14 @@ def _offload(choice: Choice) -> str:
         parts.append(f'trainer.offload_optimizer = "{layout.offload_optimizer}"')
     if layout.offload_gradients:
         parts.append("trainer.offload_gradients = true")
+    if layout.offload_parameters:
+        parts.append(f"trainer.offload_parameters = {json.dumps(layout.offload_parameters)}")
     if not parts:
         return "offload off: the states fit on the devices, and copies would take time"
     sizes = [f"{words(best.host_bytes)} of pinned host memory"]
     sizes += [f"{words(best.disk_bytes)} under memory.disk_folder"] if best.disk_bytes else []
-    given = choice.fixed.offload_optimizer is not None or choice.fixed.offload_gradients is not None
+    fixed = choice.fixed.offload_optimizer is not None or choice.fixed.offload_gradients is not None
+    given = fixed or bool(layout.offload_parameters)
     why = "as the config says" if given else "nothing faster fits without"
     return f"offload on ({' and '.join(parts)}), {why}: {' and '.join(sizes)} per GPU"
 

@@ -6,12 +6,14 @@ would fit. Callers: `wire`, `gyre plan`. The phases are worked out by the same l
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from gyre.core.errors import ConfigError, MemoryBudgetError
 from gyre.core.records import Phase
 from gyre.engine.config import PAGE_TOKENS
+from gyre.planner.layouts import Offload
 from gyre.planner.memory import kv_bytes_per_page, predict_components, staging_bytes, working_bytes
 from gyre.planner.plan import (
     ComponentPlan,
@@ -22,6 +24,7 @@ from gyre.planner.plan import (
     Plan,
     PlanInputs,
     Saving,
+    Shards,
     Sizes,
     best_dtype,
 )
@@ -200,7 +203,7 @@ def _fit_or_refuse(inputs: PlanInputs, base: _Base, per_update: int) -> _Trial:
 
 def _more_offloading(inputs: PlanInputs) -> Iterator[tuple[str, PlanInputs]]:
     """What could be offloaded beside what is, the least first."""
-    places = ("none", "host", "disk") if inputs.disk_tier else ("none", "host")
+    places: tuple[Offload, ...] = ("none", "host", "disk") if inputs.disk_tier else ("none", "host")
     for place in places[places.index(inputs.offload_optimizer) :]:
         for gradients in (False, True):
             changed = replace(inputs, offload_optimizer=place, offload_gradients=gradients or inputs.offload_gradients)
@@ -208,6 +211,27 @@ def _more_offloading(inputs: PlanInputs) -> Iterator[tuple[str, PlanInputs]]:
                 continue
             also = " and trainer.offload_gradients = true" if changed.offload_gradients else ""
             yield f'trainer.offload_optimizer = "{place}"{also}', changed
+    yield from _weights_offloaded(inputs, places)
+
+
+def _weights_offloaded(inputs: PlanInputs, places: Sequence[Offload]) -> Iterator[tuple[str, PlanInputs]]:
+    """Weights too, of the models that may: of those that are not trained, then of all, with all other state."""
+    may = {
+        "actor": not inputs.online,
+        "critic": inputs.critic,
+        "reference": inputs.reference and not inputs.reference_average and not inputs.batch_invariant,
+        "reward": inputs.reward_model is not None,
+    }
+    chosen = set(inputs.offload_parameters)
+    every = [name for name in may if name in chosen or (may[name] and inputs.shards.get(name, Shards()).zero < 2)]
+    frozen = [name for name in every if name in chosen or name in ("reference", "reward")]
+    if len(frozen) > len(chosen):
+        changed = replace(inputs, offload_parameters=tuple(frozen))
+        yield f"trainer.offload_parameters = {json.dumps(frozen)}", changed
+    for place in places[max(1, places.index(inputs.offload_optimizer)) :] if len(every) > len(frozen) else ():
+        all_else = f'trainer.offload_optimizer = "{place}", trainer.offload_gradients = true'
+        changed = replace(inputs, offload_optimizer=place, offload_gradients=True, offload_parameters=tuple(every))
+        yield f"{all_else} and trainer.offload_parameters = {json.dumps(every)}", changed
 
 
 def _first_that_fits(inputs: PlanInputs, base: _Base, per_update: int) -> _Trial:

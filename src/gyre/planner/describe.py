@@ -60,7 +60,8 @@ def reasons(choice: Choice) -> list[str]:
     """Why the best is the best: the faster ones that do not fit, then the ones that fit and are slower."""
     best = choice.best
     said = [f"{_took(best, choice)}, the fastest of those that fit: {best.layout.words()}"]
-    if best.layout.offload_optimizer != "none" or best.layout.offload_gradients:
+    layout = best.layout
+    if layout.offload_optimizer != "none" or layout.offload_gradients or layout.offload_parameters:
         said.append(f"{words(best.host_bytes)} of pinned host memory per GPU")
     if best.disk_bytes:
         said.append(f"{words(best.disk_bytes)} of disk per GPU, under memory.disk_folder")

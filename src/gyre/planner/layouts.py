@@ -20,7 +20,7 @@ from gyre.parallel.config import Zero
 from gyre.planner.activations import ITEM_BYTES
 from gyre.planner.plan import DeviceKind, Dtype, ModelNumbers
 from gyre.trainer.blocks import BLOCK, is_coded
-from gyre.trainer.cuts import GRADIENT_BUFFERS, SLOTS, numbers_per_cut, staging_bytes
+from gyre.trainer.cuts import GRADIENT_BUFFERS, LAYER_ROOMS, SLOTS, numbers_per_cut, staging_bytes
 
 Offload = Literal["none", "host", "disk"]
 
@@ -41,6 +41,7 @@ class Layout:
     offload_optimizer: Offload  # where master weights of their own and moments live
     offload_gradients: bool  # whether the float32 gradient lives in host memory
     moments: Moments = "float32"
+    offload_parameters: tuple[str, ...] = ()  # models whose compute weights live in host memory
 
     @property
     def replicas(self) -> int:
@@ -61,9 +62,15 @@ class Layout:
 
     def _state_words(self) -> str:
         place = {"none": "", "host": "on the host", "disk": "on disk"}[self.offload_optimizer]
-        optimizer = ", moments in 8 bits" if self.moments == "8_bit" else ""
-        optimizer += f", optimizer state {place}" if place else ""
-        return optimizer + (", gradients on the host" if self.offload_gradients else "")
+        moments = ", moments in 8 bits" if self.moments == "8_bit" else ""
+        optimizer = f", optimizer state {place}" if place else ""
+        gradients = ", gradients on the host" if self.offload_gradients else ""
+        weights = f", weights of {' and '.join(self.offload_parameters)} on the host" if self.offload_parameters else ""
+        return moments + optimizer + gradients + weights
+
+    def holds_weights(self, owner: str) -> bool:
+        """Whether a model's weights are on the device, of one that is whole."""
+        return owner not in self.offload_parameters
 
 
 def state_bytes(model: ModelNumbers, dtype: Dtype, layout: Layout, owner: str = "actor") -> dict[str, int]:
@@ -75,7 +82,7 @@ def state_bytes(model: ModelNumbers, dtype: Dtype, layout: Layout, owner: str = 
     else:
         sizes = {"params": ITEM_BYTES[dtype] * count, "grads": FLOAT * count}
     sizes["optimizer"] = moment_bytes(model, layout)
-    if layout.zero < 2 and dtype != "float32":
+    if _own_masters(dtype, layout, owner):
         sizes["master"] = FLOAT * shard
     return {f"{owner}.{name}": size for name, size in sizes.items()}
 
@@ -108,7 +115,8 @@ def away_bytes(states: dict[str, int], layout: Layout) -> dict[str, int]:
 def host_state_bytes(states: dict[str, int], layout: Layout) -> dict[str, int]:
     """The part that lives in host memory."""
     kinds = ("optimizer", "master") if layout.offload_optimizer == "host" else ()
-    return _of_kinds(states, kinds + (("grads",) if layout.offload_gradients else ()))
+    weights = {name: size for name, size in _of_kinds(states, ("params",)).items() if _is_away(name, layout)}
+    return _of_kinds(states, kinds + (("grads",) if layout.offload_gradients else ())) | weights
 
 
 def disk_state_bytes(states: dict[str, int], layout: Layout) -> dict[str, int]:
@@ -116,18 +124,33 @@ def disk_state_bytes(states: dict[str, int], layout: Layout) -> dict[str, int]:
     return _of_kinds(states, ("optimizer", "master") if layout.offload_optimizer == "disk" else ())
 
 
-def device_staging_bytes(model: ModelNumbers, dtype: Dtype, layout: Layout, cut_bytes: int) -> int:
+def room_bytes(model: ModelNumbers, dtype: Dtype) -> int:
+    """Places on the device of a model whose weights live in host memory: for what is outside the layers, and for the
+    layers in turn."""
+    around = model.num_parameters - model.num_layers * model.layer_parameters
+    return ITEM_BYTES[dtype] * (around + LAYER_ROOMS * model.layer_parameters)
+
+
+def device_staging_bytes(
+    model: ModelNumbers, dtype: Dtype, layout: Layout, cut_bytes: int, *, owner: str = "actor"
+) -> int:
     """Of one trained model: the places on the device through which offloaded state visits it."""
-    visiting = _visiting_bytes(dtype, layout) + (FLOAT * BLOCK if layout.offload_gradients else 0)
+    visiting = _visiting_bytes(dtype, layout, owner) + (FLOAT * BLOCK if layout.offload_gradients else 0)
     size = _shard(model.num_parameters, layout)
     return staging_bytes(cut_bytes, block_bytes=visiting, size=size) if visiting else 0
 
 
 def host_staging_bytes(
-    model: ModelNumbers, dtype: Dtype, layout: Layout, cut_bytes: int, *, device: DeviceKind = "cuda"
+    model: ModelNumbers,
+    dtype: Dtype,
+    layout: Layout,
+    cut_bytes: int,
+    *,
+    owner: str = "actor",
+    device: DeviceKind = "cuda",
 ) -> int:
     """Of one trained model: what lies between a file and a GPU, and between gradients and their sum."""
-    visiting, size = _visiting_bytes(dtype, layout), _shard(model.num_parameters, layout)
+    visiting, size = _visiting_bytes(dtype, layout, owner), _shard(model.num_parameters, layout)
     found = 0
     if layout.offload_optimizer == "disk" and device == "cuda":
         shown = visiting + (FLOAT * BLOCK if layout.offload_gradients else 0)
@@ -138,12 +161,21 @@ def host_staging_bytes(
     return found
 
 
-def _visiting_bytes(dtype: Dtype, layout: Layout) -> int:
+def _visiting_bytes(dtype: Dtype, layout: Layout, owner: str) -> int:
     """Of a place on the device for a block of optimizer state: a place has room for moments of both kinds."""
     if layout.offload_optimizer == "none":
         return 0
-    master = FLOAT if layout.zero < 2 and dtype != "float32" else 0
+    master = FLOAT if _own_masters(dtype, layout, owner) else 0
     return (master + MOMENTS) * BLOCK + (CODED_BYTES if layout.moments == "8_bit" else 0)
+
+
+def _own_masters(dtype: Dtype, layout: Layout, owner: str) -> bool:
+    """Whether master weights are others than those that are computed with."""
+    return layout.zero < 2 and (dtype != "float32" or not layout.holds_weights(owner))
+
+
+def _is_away(params: str, layout: Layout) -> bool:
+    return not layout.holds_weights(params.removesuffix(".params"))
 
 
 def _of_kinds(states: dict[str, int], kinds: tuple[str, ...]) -> dict[str, int]:

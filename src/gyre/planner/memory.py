@@ -32,15 +32,17 @@ from gyre.planner.layouts import (
     gathered_bytes,
     host_staging_bytes,
     layer_group_bytes,
+    room_bytes,
     state_bytes,
 )
 from gyre.planner.plan import ComponentPlan, DeviceKind, Dtype, ModelNumbers, PlanInputs, Saving, Shards
 from gyre.trainer.blocks import BLOCK
-from gyre.trainer.cuts import SLOTS
+from gyre.trainer.cuts import LAYER_ROOMS, SLOTS
 from gyre.vram.config import Leave
 from gyre.vram.phases import default_needs, leave_tiers, match_name, needing_phases
 
 BRIEF: tuple[Tier, ...] = ("device", "none")  # nothing to keep between steps
+ROOMS = f"embedding, head and {LAYER_ROOMS} layers of weights on the host, on the device"
 HANDOVER_BYTES = 3 * (256 << 20)  # two buckets, as in weights.gather, and what one rank of two sends of them
 TRUNCATION_ROWS, TRUNCATION_BYTES = 64, 48  # as in engine.truncation: rows at a time, bytes per row and token
 
@@ -183,9 +185,9 @@ def predict_components(
     if inputs.critic:
         rows += _trained("critic", inputs, dtype, device, keeping)
     if inputs.reference:
-        rows.append(("reference", *_frozen(inputs, "reference", inputs.model, dtype, keeping)))
+        rows += _frozen(inputs, "reference", inputs.model, dtype, keeping)
     if inputs.reward_model is not None:
-        rows.append(("reward", *_frozen(inputs, "reward", inputs.reward_model, dtype, keeping)))
+        rows += _frozen(inputs, "reward", inputs.reward_model, dtype, keeping)
     if inputs.online:
         if not inputs.shared_weights:
             rows.append(("engine.weights", *_weights(inputs.model, dtype, (*keeping, "none"))))
@@ -205,7 +207,8 @@ def _trained(
     model, layout = inputs.model, _layout(inputs, owner)
     away: dict[str, tuple[Tier, ...]] = {"none": keeping, "host": ("host",), "disk": ("disk",)}
     state = away[inputs.offload_optimizer]
-    tiers = {"params": keeping, "grads": ("host",) if inputs.offload_gradients else BRIEF}
+    weights: tuple[Tier, ...] = keeping if layout.holds_weights(owner) else ("host",)
+    tiers = {"params": weights, "grads": ("host",) if inputs.offload_gradients else BRIEF}
     item, count = 4 if layout.zero >= 2 else ITEM_BYTES[dtype], model.num_parameters
     split = f" / {layout.shard_ranks} ranks" if layout.zero else ""
     each = {"params": f"{count} × {item}", "grads": f"{count} × 4", "master": f"{count} × 4"}
@@ -218,9 +221,11 @@ def _trained(
         whole = kind in tiers and layout.zero < 2
         formula = f"{each[kind]} bytes{'' if whole else split}"
         rows.append((name, size_bytes, tiers.get(kind, state), formula))
-    if places := device_staging_bytes(model, dtype, layout, inputs.offload_cut_bytes):
+    if not layout.holds_weights(owner):
+        rows.append((f"{owner}.rooms", room_bytes(model, dtype), BRIEF, ROOMS))
+    if places := device_staging_bytes(model, dtype, layout, inputs.offload_cut_bytes, owner=owner):
         rows.append((f"{owner}.staging", places, BRIEF, f"{SLOTS} cuts of offloaded state, on the device"))
-    beside = host_staging_bytes(model, dtype, layout, inputs.offload_cut_bytes, device=device)
+    beside = host_staging_bytes(model, dtype, layout, inputs.offload_cut_bytes, owner=owner, device=device)
     if beside:
         rows.append((f"{owner}.staging_host", beside, ("host",), "buffers between the device and what is offloaded"))
     return rows
@@ -237,17 +242,22 @@ def _layout(inputs: PlanInputs, owner: str) -> Layout:
         tokens_per_chunk=0,
         offload_optimizer=inputs.offload_optimizer,
         offload_gradients=inputs.offload_gradients,
+        offload_parameters=inputs.offload_parameters,
         moments=inputs.moments,
     )
 
 
 def _frozen(
     inputs: PlanInputs, owner: str, model: ModelNumbers, dtype: Dtype, tiers: tuple[Tier, ...]
-) -> tuple[int, tuple[Tier, ...], str]:
+) -> list[tuple[str, int, tuple[Tier, ...], str]]:
     layout = _layout(inputs, owner)
     split = f" / {layout.shard_ranks} ranks" if layout.zero >= 2 else ""
     formula = f"{model.num_parameters} × {ITEM_BYTES[dtype]} bytes{split}"
-    return frozen_bytes(model, dtype, layout), tiers, formula
+    size_bytes = frozen_bytes(model, dtype, layout)
+    if layout.holds_weights(owner):
+        return [(owner, size_bytes, tiers, formula)]
+    rooms = room_bytes(model, dtype)
+    return [(owner, size_bytes, ("host",), formula), (f"{owner}.rooms", rooms, BRIEF, ROOMS)]
 
 
 def _weights(model: ModelNumbers, dtype: Dtype, tiers: tuple[Tier, ...]) -> tuple[int, tuple[Tier, ...], str]:

@@ -33,6 +33,7 @@ from gyre.planner.layouts import (
     host_staging_bytes,
     host_state_bytes,
     layer_group_bytes,
+    room_bytes,
     root_parameters,
     state_bytes,
 )
@@ -85,6 +86,7 @@ class Job:
     engine: Engine | None = None  # None: nothing is generated
     snapshot_background: bool = False  # snapshots are staged in host memory, which stays taken
     reference_average: bool = False
+    offload_parameters: tuple[str, ...] = ()  # models whose weights live in host memory
     offload_cut_bytes: int = 128 * MIB  # of offloaded state that visits the device at a time
 
     @property
@@ -149,7 +151,7 @@ def phase_moments(job: Job, layout: Layout, residency: Residency, running: int) 
     ]
     if job.engine is not None or frozen:
         states = _resident(job, layout)
-        parked = {name: size for name, size in states.items() if name.endswith(".params")}
+        parked = {name: size for name, size in states.items() if name.endswith((".params", ".rooms"))}
         beside = states | engine if stays else parked | always
         moments.append(_score_moment(job, layout, beside | frozen))
     if job.engine is not None:
@@ -205,7 +207,7 @@ def host_bytes_of(job: Job, layout: Layout, residency: Residency) -> int:
     """Pinned host memory per rank: what is offloaded, what snapshots are staged in, and under "phase" everything that
     leaves and is not destroyed."""
     states = _states(job, layout)
-    away = host_state_bytes(states, layout) | _host_staging(job, layout)
+    away = host_state_bytes(states, layout) | _host_staging(job, layout) | _frozen_away(job, layout)
     if job.snapshot_background:
         away["snapshots"] = staging_bytes(
             job.model,
@@ -228,7 +230,8 @@ def host_bytes_of(job: Job, layout: Layout, residency: Residency) -> int:
         and not (shared and name == "actor.params")
         and name not in on_disk
     }
-    return sum((away | leaves | _frozen(job, layout)).values())
+    frozen = {name: size for name, size in _frozen(job, layout).items() if not name.endswith(".rooms")}
+    return sum((away | leaves | frozen).values())
 
 
 def disk_bytes_of(job: Job, layout: Layout) -> int:
@@ -246,14 +249,19 @@ def _states(job: Job, layout: Layout) -> dict[str, int]:
 def _resident(job: Job, layout: Layout) -> dict[str, int]:
     states = _states(job, layout)
     away = away_bytes(states, layout)
-    staging = device_staging_bytes(job.model, job.dtype, layout, job.offload_cut_bytes)
-    places = {f"{owner}.staging": staging for owner in _owners(job)} if staging else {}
-    return {name: size for name, size in states.items() if name not in away} | places
+    places = {}
+    for owner in _owners(job):
+        given = job.model, job.dtype, layout, job.offload_cut_bytes
+        places[f"{owner}.staging"] = device_staging_bytes(*given, owner=owner)
+        places[f"{owner}.rooms"] = 0 if layout.holds_weights(owner) else room_bytes(job.model, job.dtype)
+    kept = {name: size for name, size in states.items() if name not in away}
+    return kept | {name: size for name, size in places.items() if size}
 
 
 def _host_staging(job: Job, layout: Layout) -> dict[str, int]:
-    size = host_staging_bytes(job.model, job.dtype, layout, job.offload_cut_bytes)
-    return {f"{owner}.staging_host": size for owner in _owners(job)} if size else {}
+    given = job.model, job.dtype, layout, job.offload_cut_bytes
+    sizes = {f"{owner}.staging_host": host_staging_bytes(*given, owner=owner) for owner in _owners(job)}
+    return {name: size for name, size in sizes.items() if size}
 
 
 def _owners(job: Job) -> tuple[str, ...]:
@@ -261,10 +269,21 @@ def _owners(job: Job) -> tuple[str, ...]:
 
 
 def _frozen(job: Job, layout: Layout) -> dict[str, int]:
-    found = {"reference": frozen_bytes(job.model, job.dtype, layout)} if job.reference else {}
-    if job.reward_model is not None:
-        found["reward"] = frozen_bytes(job.reward_model, job.dtype, layout)
-    return found
+    """Of models that are not trained, what is on the device when they are asked."""
+    sizes = {owner: frozen_bytes(model, job.dtype, layout) for owner, model in _frozen_models(job).items()}
+    there = {owner: size for owner, size in sizes.items() if layout.holds_weights(owner)}
+    away = {owner: model for owner, model in _frozen_models(job).items() if owner not in there}
+    return there | {f"{owner}.rooms": room_bytes(model, job.dtype) for owner, model in away.items()}
+
+
+def _frozen_away(job: Job, layout: Layout) -> dict[str, int]:
+    models = {owner: model for owner, model in _frozen_models(job).items() if not layout.holds_weights(owner)}
+    return {owner: frozen_bytes(model, job.dtype, layout) for owner, model in models.items()}
+
+
+def _frozen_models(job: Job) -> dict[str, ModelNumbers]:
+    found = {"reference": job.model} if job.reference else {}
+    return found | ({"reward": job.reward_model} if job.reward_model is not None else {})
 
 
 def _engine(job: Job, layout: Layout, running: int) -> dict[str, int]:

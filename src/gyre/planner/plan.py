@@ -112,6 +112,7 @@ class PlanInputs:
     moments: Moments = "float32"
     offload_optimizer: Literal["none", "host", "disk"] = "none"
     offload_gradients: bool = False
+    offload_parameters: tuple[str, ...] = ()  # models whose weights live in host memory
     offload_cut_bytes: int = 128 << 20
     epochs_per_batch: int = 1
     critic: bool = False

@@ -22,6 +22,7 @@ from gyre.planner.layouts import (
     state_bytes,
 )
 from gyre.planner.moments import Job, host_bytes_of
+from gyre.trainer.cuts import LAYER_ROOMS
 from gyre.vram.config import Residency
 
 HIDDEN_SHARE = 0.8  # of the compute time under which FSDP2's traffic can hide
@@ -117,7 +118,7 @@ def step_time(job: Job, layout: Layout, gpu: Gpu, residency: Residency) -> StepT
         traffic_s=traffic,
         exposed_s=max(0.0, traffic - hidden),
         memory_s=memory,
-        host_s=_host_seconds(job, layout, gpu, chunks),
+        host_s=_host_seconds(job, layout, gpu, chunks) + _weights_seconds(job, layout, gpu, chunks, compute),
         switch_s=_switch_seconds(job, layout, gpu, residency),
     )
 
@@ -141,6 +142,16 @@ def _host_seconds(job: Job, layout: Layout, gpu: Gpu, chunks: int) -> float:
     busy = min(layout.gpus, gpu.gpus_per_host)
     seconds = max(state / gpu.host_copy_bytes_per_s(layout.gpus), 2 * on_disk * busy / DISK_BYTES_PER_S)
     return job.copies * (seconds + passes * sums / gpu.host_copy_bytes_per_s(layout.gpus))
+
+
+def _weights_seconds(job: Job, layout: Layout, gpu: Gpu, chunks: int, compute_s: float) -> float:
+    """Weights on the host come twice per chunk, but for the layers at which it turns, beside the computation; what is
+    outside the layers comes once per update, and new weights leave with the state that they are made of."""
+    away, m = [owner for owner in ("actor", "critic")[: job.copies] if not layout.holds_weights(owner)], job.model
+    layers = ITEM_BYTES[job.dtype] * m.layer_parameters * max(0, m.num_layers - LAYER_ROOMS) * 2 * chunks
+    rate = gpu.host_copy_bytes_per_s(layout.gpus)
+    around = ITEM_BYTES[job.dtype] * (root_parameters(m) + head_parameters(m)) / rate
+    return len(away) * around + max(0.0, len(away) * layers / rate - compute_s)
 
 
 def _switch_seconds(job: Job, layout: Layout, gpu: Gpu, residency: Residency) -> float:

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from gyre.core.config import Section
+from gyre.core.errors import ConfigError
 from gyre.core.records import Checkpointing, Matmul, Moments
 
 
@@ -62,6 +63,10 @@ class TrainerConfig(Section):
     offload_gradients: bool = False
     """Whether the float32 gradient is summed in host memory: each parameter's is sent there as soon as it is
     complete."""
+    offload_parameters: tuple[Literal["actor", "critic", "reference", "reward"], ...] = ()
+    """Models whose weights live in pinned host memory, whole on each rank (parallel.zero 0 or 1 of the model). A layer
+    comes to the device while the one before computes; embedding and head come for a whole pass. A model that is trained
+    needs offload_optimizer, and the actor a stage without an engine, which would share its weights."""
     offload_cut_bytes: int = Field(default=128 << 20, ge=4096)
     """Bytes of a cut; three of them, per trained model, are on the device while it trains."""
     offload_deadline_s: float = Field(default=300.0, gt=0.0)
@@ -78,11 +83,39 @@ class TrainerConfig(Section):
     """After each loop step reference = this × reference + (1 − this) × policy; 0 turns it off."""
 
     @model_validator(mode="after")
+    def check_offloaded(self) -> TrainerConfig:
+        trained = [name for name in self.offload_parameters if name in ("actor", "critic")]
+        if trained and self.offload_optimizer == "none":
+            raise ValueError(
+                f"offload_parameters = {list(self.offload_parameters)} with offload_optimizer = 'none': the larger "
+                f"state goes first, set offload_optimizer = 'host' or 'disk', or take {' and '.join(trained)} off the "
+                "list"
+            )
+        if "reference" in self.offload_parameters and self.reference_moving_average:
+            raise ValueError(
+                f"offload_parameters = {list(self.offload_parameters)} with reference_moving_average = "
+                f"{self.reference_moving_average:g}: the average has no place in host memory, take 'reference' off the "
+                "list, or set reference_refresh_steps instead of the average"
+            )
+        return self
+
+    @model_validator(mode="after")
     def check_traced(self) -> TrainerConfig:
         outside = [step for step in self.trace_steps if not 1 <= step <= self.steps]
         if outside:
             raise ValueError(f"trace_steps = {list(self.trace_steps)}: need loop steps from 1 to {self.steps}")
         return self
+
+
+def refuse_cut(model: str, *, zero: int, ranks: int) -> None:
+    """ConfigError for a model of `offload_parameters` whose weights are cut over ranks."""
+    if zero >= 2 and ranks > 1:
+        raise ConfigError(
+            f"trainer.offload_parameters names '{model}', whose weights parallel.zero = {zero} cuts over {ranks} ranks "
+            "(accepted: zero 0 or 1)",
+            hint=f"set parallel.zero = 1, for one model in [parallel.{model}], or take '{model}' off the list: with "
+            "zero 3 a rank holds its shards and two layers",
+        )
 
 
 class SnapshotConfig(Section):

@@ -14,6 +14,7 @@ from gyre.trainer.blocks import BLOCK
 
 FLOAT_BYTES = 4
 GRADIENT_BUFFERS = 2  # of a cut's size, through which gradients go to the host
+LAYER_ROOMS = 2  # places on the device for layers whose weights are away: one that computes, one on its way in
 SLOTS = 3  # places on the device: one cut on its way in, one being updated, one on its way back
 
 

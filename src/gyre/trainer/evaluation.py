@@ -57,7 +57,8 @@ class Evaluator:
         self._tenancy.need("critic.params")
         self._meter.count(critic.decoder.spec, plan.chunks, scalar=True, backward=False)
         given = sequences, plan.chunks, self._group, critic.float8
-        values, last_values = values_of(critic.decoder, critic.head, *given)
+        with self._tenancy.visiting("critic"):
+            values, last_values = values_of(critic.decoder, critic.head, *given)
         return Evaluation(which=which, per_token=values, per_sequence=last_values)
 
     def complete(self, batch: TrainBatch) -> tuple[Sequence[TrainSequence], EpochPlan]:
@@ -90,7 +91,9 @@ class Evaluator:
         if which == "policy":
             self._tenancy.need("actor.params")
             self._meter.count(self._models.actor.decoder.spec, plan.chunks, scalar=False, backward=False)
-            return logprobs_of(self._models.actor.decoder, sequences, plan.chunks, self._group, self._models.logprobs)
+            given = sequences, plan.chunks, self._group, self._models.logprobs
+            with self._tenancy.visiting("actor"):
+                return logprobs_of(self._models.actor.decoder, *given)
         if self._reference is None:
             raise ConfigError(
                 f"objective '{self._objective.kind}' has no reference model (trainer.reference = "
@@ -99,7 +102,9 @@ class Evaluator:
             )
         self._tenancy.need("reference")
         self._meter.count(self._reference.decoder.spec, plan.chunks, scalar=False, backward=False)
-        return logprobs_of(self._reference.decoder, sequences, plan.chunks, self._group, self._models.logprobs)
+        given = sequences, plan.chunks, self._group, self._models.logprobs
+        with self._tenancy.visiting("reference"):
+            return logprobs_of(self._reference.decoder, *given)
 
     def _scores(self, sequences: Sequence[TrainSequence]) -> np.ndarray:
         """Ask the reward model that was given, or else the one that is being trained."""
@@ -110,4 +115,5 @@ class Evaluator:
         self._tenancy.need("reward" if self._reward_model else "actor.params")
         chunks = self._planner.whole(sequences, decoder.spec.vocab_size)
         self._meter.count(decoder.spec, chunks, scalar=True, backward=False)
-        return scores_of(decoder, head, len(sequences), chunks, self._group, float8)
+        with self._tenancy.visiting("reward" if self._reward_model else "actor"):
+            return scores_of(decoder, head, len(sequences), chunks, self._group, float8)

@@ -39,19 +39,21 @@ class Home:
         *,
         state: Literal["none", "host", "disk"] = "none",
         gradients: bool = False,
+        weights: bool = False,
         cut_bytes: int = 1 << 27,
         deadline_s: float = 300.0,
         folder: Path | None = None,
         emit: Callable[..., None] | None = None,
         progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """`state` and `gradients`: what lives away from the device. `progress` is called while an update goes on, which
-        may take minutes. ConfigError for a disk without a folder."""
+        """`state`, `gradients` and `weights`: what lives away from the device. `progress` is called while an update
+        goes on, which may take minutes. ConfigError for a disk without a folder."""
+        assert state != "none" or not weights, "the config refuses it"
         if state == "disk" and folder is None:
             raise ConfigError(
                 'trainer.offload_optimizer = "disk" has no folder for its file', hint="set memory.disk_folder"
             )
-        self.name, self.device, self.state, self.gradients = name, device, state, gradients
+        self.name, self.device, self.state, self.gradients, self.weights = name, device, state, gradients, weights
         self._cut_bytes, self._deadline_s, self._folder = cut_bytes, deadline_s, folder
         self._emit, self.progress = emit or (lambda kind, **fields: None), progress
         self._host: dict[str, list[HostBuffer]] = {}  # by component
@@ -78,6 +80,7 @@ class Home:
             device,
             state=config.offload_optimizer,
             gradients=config.offload_gradients,
+            weights=name in config.offload_parameters,
             cut_bytes=config.offload_cut_bytes,
             deadline_s=config.offload_deadline_s,
             folder=folder,
@@ -108,6 +111,11 @@ class Home:
             self._make_stream(size, away)
             self._tell(away)
         return self.buffers
+
+    def room_for_weights(self, size_bytes: int) -> Tensor:
+        """Zeroed uint8 in host memory, for the compute weights. Called once."""
+        assert self.weights and "params" not in self._host
+        return self._on_host("params", size_bytes, torch.uint8)
 
     def check(self) -> None:
         """Before the state is read or written as it lies: SnapshotError if it is torn or its file is short. Waits for

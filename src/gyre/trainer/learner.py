@@ -21,7 +21,7 @@ from gyre.models.heads import ScalarHead
 from gyre.parallel.mesh import Split
 from gyre.trainer.adamw8 import CodedUpdate
 from gyre.trainer.blocks import BLOCK
-from gyre.trainer.config import TrainerConfig
+from gyre.trainer.config import TrainerConfig, refuse_cut
 from gyre.trainer.float8 import float8_projections, float8_shard, share_amaxes
 from gyre.trainer.home import Home
 from gyre.trainer.optim import AdamW, FlatOptimizer
@@ -29,6 +29,7 @@ from gyre.trainer.optim_sharded import RowOptimizer, SlicedOptimizer
 from gyre.trainer.parallelise import begin_chunk, is_sharded, local_tensors, reshard
 from gyre.trainer.parts import Holding, PartSource, sharers
 from gyre.trainer.start import cut_weights, fill_whole, is_blank, place_constants
+from gyre.trainer.weight_stream import WeightStream
 from gyre.vram.fixed import FixedPool
 from gyre.vram.pools import StoragePool
 from gyre.vram.virtual import find_driver
@@ -60,6 +61,8 @@ class Learner:
         self.dtype = decoder.dtype  # that the forward pass computes in
         self.float8 = float8_projections(decoder, config.matmul, split.mesh.world.device)
         assert weights is None or is_blank(decoder)
+        if name in config.offload_parameters:
+            refuse_cut(name, zero=split.zero, ranks=split.mesh.shard.size)
         if split.shards_weights:
             cut_weights(decoder, split, trains=True, float8=self.float8)
         parameters = dict(decoder.named_parameters())
@@ -68,7 +71,8 @@ class Learner:
         kind: type[AdamW] = FlatOptimizer
         if split.shards_state:
             kind = RowOptimizer if split.shards_weights else SlicedOptimizer
-        device = decoder.device if not is_blank(decoder) else split.mesh.world.device
+        elsewhere = is_blank(decoder) or name in config.offload_parameters  # than on the device that it computes on
+        device = split.mesh.world.device if elsewhere else decoder.device
         self.home = Home.of(name, device, config, folder, emit, progress)
         self.optimizer = kind(
             parameters,
@@ -87,6 +91,7 @@ class Learner:
         place_constants(decoder, split.mesh.world.device)
         if weights is not None:
             self._fill(weights)
+        self.stream = WeightStream(decoder, head, self.home.device) if self.home.weights else None
         self.weights_changed()
 
     def _fill(self, weights: TensorSource) -> None:
@@ -122,8 +127,12 @@ class Learner:
         """One pool per component. With float32 weights the master is the compute weights and has no pool of its own.
         Whole compute weights keep their addresses: an engine that shares them has captured those in graphs. What is
         offloaded stays where it is; the places through which it visits the device are a component too."""
-        optimizer, device = self.optimizer, self.decoder.device
-        contents: dict[str, Mapping[str, Tensor]] = {"params": optimizer.compute_tensors()}
+        optimizer, device = self.optimizer, self.home.device if self.stream is not None else self.decoder.device
+        contents: dict[str, Mapping[str, Tensor]] = {}
+        if self.stream is None:
+            contents["params"] = optimizer.compute_tensors()
+        else:
+            contents["rooms"] = {"rooms": self.stream.rooms_B}
         if not self.home.gradients:
             contents["grads"] = {"grad": optimizer.grad_N}
         if self.home.state == "none":
@@ -133,7 +142,7 @@ class Learner:
         if self.home.staging_X is not None:
             contents["staging"] = {"slots": self.home.staging_X}
         brief: tuple[Tier, ...] = ("device", "none")  # zero, or of no meaning, between steps: nothing to keep
-        tiers = {"grads": brief, "staging": brief}
+        tiers = {"grads": brief, "staging": brief, "rooms": brief}
         keeps_addresses = not is_sharded(self.decoder)
         return [
             StoragePool(

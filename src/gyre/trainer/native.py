@@ -59,7 +59,7 @@ from gyre.trainer.parts import OTHER_MODEL, HeldParts, Holding, Part, PartSource
 from gyre.trainer.passes import ChunkLogprobs, chunk_logprobs
 from gyre.trainer.reference import Reference
 from gyre.trainer.schedule import learning_rate_factor
-from gyre.trainer.start import blank_copy, is_blank, start_frozen
+from gyre.trainer.start import blank_copy, is_blank, start_away, start_frozen
 from gyre.trainer.tenancy import ScoredModel, Tenancy
 from gyre.trainer.trace import Tracer
 from gyre.trainer.update import Models, Totals, collect_gradients
@@ -125,14 +125,20 @@ class NativeTrainer:
         with self._group.guard("start of the trainer"):
             self._start(decoder, head, critic, weights, splitter, logprobs, progress)
             if reward_model is not None:
-                start_frozen(reward_model[0], splitter.split("reward"), reward_weights)
-                self._tenancy.take_reward(reward_model)
+                split, away = splitter.split("reward"), None
+                if "reward" in config.offload_parameters:
+                    away = start_away("reward", *reward_model, split, reward_weights)
+                else:
+                    start_frozen(reward_model[0], split, reward_weights)
+                self._tenancy.take_reward(reward_model, device, away)
+        for model, stream in self._tenancy.streams.items():
+            self._emit("trainer.offload_parameters", model=model, **stream.sizes())
         self._planner = Planner(
             objective=objective,
             config=config,
             seed=seed,
             vocab_size=decoder.spec.vocab_size,
-            device=self._models.actor.decoder.device,
+            device=device,
             emit=emit,
             rank=self._group.rank,
             num_ranks=self._group.size,
@@ -350,7 +356,8 @@ class NativeTrainer:
         """One optimiser update of every learner, or of none when a gradient is not finite."""
         scale = 1.0 if self._loss_scale is None else self._loss_scale.factor
         given = self._models, self._objective, update.chunks, update.denominator
-        found = collect_gradients(*given, loss_scale=scale)
+        with self._tenancy.visiting("actor", "critic"):
+            found = collect_gradients(*given, loss_scale=scale)
         for learner in self._models.learners:
             spec, scalar = learner.decoder.spec, learner.head is not None
             self._meter.count(spec, update.chunks, scalar=scalar, backward=True)
@@ -417,6 +424,7 @@ class NativeTrainer:
     def _moved(self) -> dict[str, float]:
         """What offloading moved and waited for since the last step, on the rank that did most; empty without it."""
         taken = [learner.home.take_traffic() for learner in self._models.learners if learner.home.stream is not None]
+        taken += [stream.take_traffic() for stream in self._tenancy.streams.values()]
         if not taken:
             return {}
         own = {
@@ -479,6 +487,8 @@ class NativeTrainer:
     def _close(self) -> None:
         for learner in self._models.learners:
             learner.optimizer.close()
+        for stream in self._tenancy.streams.values():
+            stream.close()
         for name in self._tenancy.tiers():
             if name not in ("actor.params", "reward"):
                 self._tenancy.remove(name)

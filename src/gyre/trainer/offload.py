@@ -27,6 +27,7 @@ from gyre.trainer.fields import Field
 from gyre.trainer.lanes import Mark, Reached, compute_lane, make_lane, make_thread, seconds_between, wait_for
 from gyre.trainer.state_file import StateFile
 
+Sent = tuple[Tensor, Tensor]  # where to in host memory, what from the device
 LOOK_S = 1.0  # between two signs of life while a disk is waited for
 
 
@@ -66,8 +67,8 @@ class Carrier(Protocol):
         """The mark behind which the slot holds its cut. Raises what hindered it."""
         ...
 
-    def store(self, cut: Cut, slot: Slot) -> None:
-        """Begin to bring back what `slot.computed` is the end of."""
+    def store(self, cut: Cut, slot: Slot, beside: Sequence[Sent]) -> None:
+        """Begin to bring back what `slot.computed` is the end of, and what was made of it."""
         ...
 
     def drain(self, slots: Sequence[Slot]) -> None:
@@ -101,8 +102,10 @@ class HostCarrier:
     def fetched(self, slot: Slot) -> Mark:
         return slot.fetched
 
-    def store(self, cut: Cut, slot: Slot) -> None:
+    def store(self, cut: Cut, slot: Slot, beside: Sequence[Sent]) -> None:
         self._out.after(slot.computed)
+        for target_N, source_N in beside:
+            self._out.copy(target_N, source_N)
         for name, here, there in _in_cut(self._fields, cut):
             self._out.copy(self._buffers[name][there], slot.device[name][here])
         slot.stored = self._out.mark()
@@ -145,8 +148,10 @@ class FileCarrier:
     def fetched(self, slot: Slot) -> Mark:
         return self._result(slot.fetched, "read")
 
-    def store(self, cut: Cut, slot: Slot) -> None:
+    def store(self, cut: Cut, slot: Slot, beside: Sequence[Sent]) -> None:
         self._out.after(slot.computed)
+        for target_N, source_N in beside:
+            self._out.copy(target_N, source_N)
         for name, here, _ in _in_cut(self._fields, cut):
             if slot.host[name] is not slot.device[name]:
                 self._out.copy(slot.host[name][here], slot.device[name][here])
@@ -231,8 +236,14 @@ class Stream:
                 hint="resume the run from its last snapshot",
             ) from self._torn
 
-    def run(self, spans: Sequence[Span], update: Callable[[Span], None]) -> None:
-        """Call `update` for every number of the spans once, with all its tensors on the device."""
+    def run(
+        self,
+        spans: Sequence[Span],
+        update: Callable[[Span], None],
+        beside: Callable[[Span], Sequence[Sent]] = lambda part: (),
+    ) -> None:
+        """Call `update` for every number of the spans once, with all its tensors on the device. `beside` says what of
+        an updated part goes to the host with the state: (where to, what), rounded on the way where dtypes differ."""
         self.check()
         cuts = plan_cuts([(span.first, span.last) for span in spans], numbers=self._numbers)
         try:
@@ -240,7 +251,7 @@ class Stream:
                 began = time.perf_counter()
                 self._carrier.settle()
                 self.traffic.waited_s += time.perf_counter() - began
-            self._run(cuts, spans, update)
+            self._run(cuts, spans, update, beside)
         except BaseException as error:
             lost = self._carrier.first_lost(self._slots) if self._carrier is not None else None
             self._torn = lost or error
@@ -248,7 +259,13 @@ class Stream:
                 raise lost from error  # a write that failed comes before whatever failed because of it
             raise
 
-    def _run(self, cuts: Sequence[Cut], spans: Sequence[Span], update: Callable[[Span], None]) -> None:
+    def _run(
+        self,
+        cuts: Sequence[Cut],
+        spans: Sequence[Span],
+        update: Callable[[Span], None],
+        beside: Callable[[Span], Sequence[Sent]],
+    ) -> None:
         compute = compute_lane(self._device)
         before, gaps = compute.mark(), []
         for slot in self._slots:
@@ -263,10 +280,11 @@ class Stream:
                 compute.after(self._carrier.fetched(slot))
             compute.after(slot.gradient)
             gaps.append((before, compute.mark()))
-            for piece in cut.pieces:
-                update(self._staged(spans[piece.span].part(piece.first, piece.last), cut, slot))
+            parts = [self._staged(spans[one.span].part(one.first, one.last), cut, slot) for one in cut.pieces]
+            for part in parts:
+                update(part)
             before = slot.computed = compute.mark()
-            self._store(cut, slot)
+            self._store(cut, slot, [sent for part in parts for sent in beside(part)])
             self._progress()
         began = time.perf_counter()
         if self._carrier is not None:
@@ -285,11 +303,13 @@ class Stream:
             slot.gradient = self._gradients.mark()
         self.traffic.in_bytes += self._bytes_of(cut, self._fields)
 
-    def _store(self, cut: Cut, slot: Slot) -> None:
+    def _store(self, cut: Cut, slot: Slot, beside: Sequence[Sent]) -> None:
         if self._carrier is None:
+            assert not beside, "what goes with the state goes where the state is away"
             return
-        self._carrier.store(cut, slot)
+        self._carrier.store(cut, slot, beside)
         self.traffic.out_bytes += self._bytes_of(cut, [one for one in self._fields if one.name != "grad"])
+        self.traffic.out_bytes += sum(target_N.nbytes for target_N, _ in beside)
 
     def _staged(self, part: Span, cut: Cut, slot: Slot) -> Span:
         """A piece with its tensors from the slot, where the slot has them."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -29,7 +29,9 @@ from gyre.trainer.blocks import block_layout, is_coded
 from gyre.trainer.fields import Field
 from gyre.trainer.home import Home
 from gyre.trainer.host_gradients import HostGradients
+from gyre.trainer.offload import Sent
 from gyre.trainer.parallelise import local_part
+from gyre.trainer.weight_stream import carve, room_bytes
 from gyre.weights.shards import Place, Shape, ShardLayout, align, whole_layout
 
 NORM_NUMBERS = 1 << 24  # whose squares are added in float32
@@ -74,10 +76,11 @@ class AdamW(ABC):
         )
         self.starts, self.coded_stop, self.decay_stop, self.file_size = lay_out(self.shapes, self.decays, self.coded)
         device = next(iter(self.parameters.values())).device
-        self.device = device if device.type != "meta" else mesh.world.device
-        self.home = home or Home("", self.device)
+        self.home = home or Home("", device if device.type != "meta" else mesh.world.device)
+        self.device = self.home.device
         self._update_span = update_span
         self.reduces_by_parts = self.home.gradients and self.device.type == "cuda"  # sums over ranks need the device
+        self.gathers_by_parts = self.home.weights and self.device.type == "cuda"
         self.reduce_numbers = REDUCE_NUMBERS
         self._hooks: list = []
 
@@ -139,6 +142,11 @@ class AdamW(ABC):
     @abstractmethod
     def round_masters(self, first: int, master_N: Tensor) -> None:
         """Bring this rank's compute weights to master weights that lie at `first` of its flat state."""
+        ...
+
+    @abstractmethod
+    def rounded(self, first: int, master_N: Tensor) -> list[Sent]:
+        """As `round_masters`, for weights in host memory: the copies that do it."""
         ...
 
     @abstractmethod
@@ -230,10 +238,13 @@ class AdamW(ABC):
 
         def update_part(part: Span) -> None:
             self._update_span(part, numbers)
-            if own_masters:
+            if own_masters and not self.home.weights:
                 self.round_masters(part.first, part.weight_N)  # while they are on the device
 
-        stream.run(list(self.spans()), update_part)
+        def beside(part: Span) -> list[Sent]:
+            return self.rounded(part.first, part.weight_N) if self.home.weights else []
+
+        stream.run(list(self.spans()), update_part, beside)
         self.share_compute()
         self.zero_grad()
 
@@ -250,7 +261,8 @@ class FlatOptimizer(AdamW):
     def __init__(self, parameters: Mapping[str, nn.Parameter], **settings) -> None:
         super().__init__(parameters, **settings)
         self.layout = whole_layout(self.shapes, self.starts, self.file_size)
-        self.master_is_compute = all(p.dtype == torch.float32 for p in self.parameters.values())
+        all_wide = all(p.dtype == torch.float32 for p in self.parameters.values())
+        self.master_is_compute = all_wide and not self.home.weights
         own_N = self.make_buffers(
             gradient_size=self.file_size, keeps_master=not self.master_is_compute, num_coded=self.coded_stop
         )
@@ -258,8 +270,11 @@ class FlatOptimizer(AdamW):
         self._masters = views(self.master_N, self.starts, self.shapes)
         self._grads = views(self.grad_N, self.starts, self.shapes)
         blank = any(parameter.is_meta for parameter in self.parameters.values())
+        rooms = self._host_rooms()
         for name, parameter in self.parameters.items():
-            if self.master_is_compute:
+            if self.home.weights:
+                move_in(parameter, rooms[name])
+            elif self.master_is_compute:
                 move_in(parameter, self._masters[name])
             elif parameter.is_meta:
                 move_in(parameter, torch.empty(parameter.shape, dtype=parameter.dtype, device=self.device))
@@ -307,9 +322,19 @@ class FlatOptimizer(AdamW):
         if not self.master_is_compute:
             torch._foreach_copy_(list(self.parameters.values()), [self._masters[name] for name in self.parameters])
 
+    def _host_rooms(self) -> dict[str, Tensor]:
+        if not self.home.weights:
+            return {}
+        parameters = list(self.parameters.values())
+        rooms = carve(self.home.room_for_weights(room_bytes(parameters)), parameters)
+        return dict(zip(self.parameters, rooms, strict=True))
+
     @torch.no_grad()
     def round_masters(self, first: int, master_N: Tensor) -> None:
-        round_into(self.parameters, self.starts, first, master_N)
+        copy_all(self.rounded(first, master_N))
+
+    def rounded(self, first: int, master_N: Tensor) -> list[Sent]:
+        return overlaps(self.parameters, self.starts, first, master_N)
 
     def share_compute(self) -> None:
         """Every rank has rounded all of it."""
@@ -322,17 +347,21 @@ def squared_norm_of(x_N: Tensor) -> Tensor:
     return torch.stack(squares).sum()
 
 
-def round_into(parameters: Mapping[str, Tensor], starts: Mapping[str, int], first: int, master_N: Tensor) -> None:
-    """Round master weights that lie at `first` of a flat buffer into the parts of whole tensors that begin at `starts`
-    there."""
-    last, targets, sources = first + len(master_N), [], []
+def overlaps(parameters: Mapping[str, Tensor], starts: Mapping[str, int], first: int, flat_N: Tensor) -> list[Sent]:
+    """Where numbers that lie at `first` of a flat buffer belong in whole tensors that begin at `starts` there: (part of
+    a tensor, numbers)."""
+    last, found = first + len(flat_N), []
     for name, parameter in parameters.items():
         low, high = max(first, starts[name]), min(last, starts[name] + parameter.numel())
         if low < high:
-            targets.append(parameter.detach().view(-1)[low - starts[name] : high - starts[name]])
-            sources.append(master_N[low - first : high - first])
-    if targets:
-        torch._foreach_copy_(targets, sources)
+            target_N = parameter.detach().view(-1)[low - starts[name] : high - starts[name]]
+            found.append((target_N, flat_N[low - first : high - first]))
+    return found
+
+
+def copy_all(sent: Sequence[Sent]) -> None:
+    if sent:
+        torch._foreach_copy_([target_N for target_N, _ in sent], [source_N for _, source_N in sent])
 
 
 def views(flat_N: Tensor, starts: Mapping[str, int], shapes: Mapping[str, Shape]) -> dict[str, Tensor]:

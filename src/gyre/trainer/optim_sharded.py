@@ -18,8 +18,10 @@ from torch import Tensor, nn
 
 from gyre.trainer.adamw import Span
 from gyre.trainer.blocks import BLOCK, coded_first
-from gyre.trainer.optim import AdamW, move_in, round_into, squared_norm_of, views
+from gyre.trainer.offload import Sent
+from gyre.trainer.optim import AdamW, copy_all, move_in, overlaps, squared_norm_of, views
 from gyre.trainer.parallelise import is_shard, local_part
+from gyre.trainer.weight_stream import carve, room_bytes
 from gyre.weights.shards import ALIGN, align, row_layout, slice_layout
 
 
@@ -43,22 +45,34 @@ class SlicedOptimizer(AdamW):
         self._slice = self.layout.size - tail  # numbers
         self._whole = self._slice * shard.size
         self._low = self._slice * shard.rank
-        self.master_is_compute = self.dtype == torch.float32
+        self.master_is_compute = self.dtype == torch.float32 and not self.home.weights
         self._num_coded = min(max(self.coded_stop - self._low, 0), self._slice)
         own_N = self.make_buffers(
             gradient_size=self._whole + tail, keeps_master=not self.master_is_compute, num_coded=self._num_coded
         )
-        self.compute_N = torch.zeros(self._whole, dtype=self.dtype, device=self.device)
+        rooms = self._make_compute()
         self.master_N = self.compute_N if own_N is None else own_N
         self._masters = self.runs(self._own_master_N())
         blank = any(parameter.is_meta for parameter in self.parameters.values())
         trunk = {name: shape for name, shape in self.shapes.items() if name not in apart}
         for name, home in views(self.compute_N, self.starts, trunk).items():
             move_in(self.parameters[name], home)
+        for name, room in rooms.items():
+            move_in(self.parameters[name], room)
         if not blank:
             self.take_masters()
         at = dict(self.starts) | {name: self._whole + self._tail_of(name) for name in apart}
         self.hook(views(self.grad_N, at, self.shapes))
+
+    def _make_compute(self) -> dict[str, Tensor]:
+        """Make the flat compute weights; return places for what lies apart, where that is moved too."""
+        if not self.home.weights:
+            self.compute_N = torch.zeros(self._whole, dtype=self.dtype, device=self.device)
+            return {}
+        flat_N = torch.empty(self._whole, dtype=self.dtype, device="meta")
+        like = [flat_N, *(self.parameters[name] for name in self._apart)]
+        self.compute_N, *rooms = carve(self.home.room_for_weights(room_bytes(like)), like)
+        return dict(zip(self._apart, rooms, strict=True))
 
     @torch.no_grad()
     def take_masters(self) -> None:
@@ -126,16 +140,35 @@ class SlicedOptimizer(AdamW):
 
     @torch.no_grad()
     def round_masters(self, first: int, master_N: Tensor) -> None:
+        copy_all(self.rounded(first, master_N))
+
+    def rounded(self, first: int, master_N: Tensor) -> list[Sent]:
         trunk = min(max(self._slice - first, 0), len(master_N))  # of the numbers; what is apart follows
-        self.compute_N[self._low + first : self._low + first + trunk].copy_(master_N[:trunk])
         apart = {name: self.parameters[name] for name in self._apart}
         tails = {name: self.layout.ranks[0][name].at for name in self._apart}
-        round_into(apart, tails, first + trunk, master_N[trunk:])
+        own_N = self.compute_N[self._low + first : self._low + first + trunk]
+        found = [(own_N, master_N[:trunk])] if trunk else []
+        return found + overlaps(apart, tails, first + trunk, master_N[trunk:])
 
     @torch.no_grad()
     def share_compute(self) -> None:
-        self.mesh.shard.all_gather(self.compute_N, self.compute_N[self._low : self._low + self._slice])
+        if self.gathers_by_parts:
+            self._gather_parts()
+        else:
+            self.mesh.shard.all_gather(self.compute_N, self.compute_N[self._low : self._low + self._slice])
         self.zero_grad()  # of what other ranks own, too
+
+    def _gather_parts(self) -> None:
+        """Compute weights in host memory beside a GPU go through it a part at a time."""
+        shard = self.mesh.shard
+        slices_SN = self.compute_N.view(shard.size, self._slice)
+        step = max(1, self.reduce_numbers // shard.size)
+        for first in range(0, self._slice, step):
+            part_SN = slices_SN[:, first : first + step]
+            there_SN = torch.empty(part_SN.shape, dtype=part_SN.dtype, device=shard.device)
+            shard.all_gather(there_SN.view(-1), part_SN[shard.rank].to(shard.device))
+            part_SN.copy_(there_SN)
+            self.home.progress()
 
     def compute_tensors(self) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {"compute": self.compute_N, **self.parameters}
@@ -195,6 +228,10 @@ class RowOptimizer(AdamW):
 
     def round_masters(self, first: int, master_N: Tensor) -> None:
         """Nothing to do: the masters are the weights."""
+
+    def rounded(self, first: int, master_N: Tensor) -> list[Sent]:
+        assert not self.home.weights, "shards are not offloaded"
+        return []
 
     def share_compute(self) -> None:
         """Nothing to do: as in `refresh_compute`."""

@@ -20,7 +20,8 @@ from gyre.trainer.config import TrainerConfig
 from gyre.trainer.optim import AdamW
 from gyre.trainer.parallelise import local_tensors
 from gyre.trainer.parts import Holding, PartSource, sharers
-from gyre.trainer.start import frozen_layout, start_frozen
+from gyre.trainer.start import Away, frozen_layout, start_away, start_frozen
+from gyre.vram.fixed import FixedPool
 from gyre.vram.pools import StoragePool
 from gyre.weights.gather import gather_runs, local_runs
 from gyre.weights.pieces import TensorSource
@@ -34,7 +35,11 @@ class Reference:
         self._config, self._split = config, split
         self.decoder, self._dtype = decoder, decoder.dtype
         self._layout = frozen_layout(decoder, split)
-        start_frozen(decoder, split, weights)
+        self.away: Away | None = None
+        if "reference" in config.offload_parameters:
+            self.away = start_away("reference", decoder, None, split, weights)
+        else:
+            start_frozen(decoder, split, weights)
         self._average: dict[str, Tensor] = {}
         if config.reference_moving_average:
             self._average = {name: own.float().clone() for name, own in local_tensors(decoder).items()}
@@ -95,10 +100,23 @@ class Reference:
         for holding in self.holdings():
             holding.load(source)
 
-    def pool(self, folder: Path | None) -> StoragePool:
+    def pools(self, folder: Path | None) -> list[StoragePool | FixedPool]:
         tensors = {name: own for holding in self.holdings() for name, own in holding.named().items()}
-        return frozen_pool("reference", tensors, self.decoder.device, folder)
+        device = self._split.mesh.world.device if self.away is not None else self.decoder.device
+        return frozen_pools("reference", tensors, device, folder, self.away)
 
 
-def frozen_pool(name: str, tensors: dict[str, Tensor], device: torch.device, folder: Path | None) -> StoragePool:
-    return StoragePool(name, tensors, tiers=("device", "host", "disk"), folder=folder, device=device)
+def frozen_pools(
+    name: str, tensors: dict[str, Tensor], device: torch.device, folder: Path | None, away: Away | None
+) -> list[StoragePool | FixedPool]:
+    if away is None:
+        return [StoragePool(name, tensors, tiers=("device", "host", "disk"), folder=folder, device=device)]
+    pages, rooms = away.buffer.watch(), {"rooms": away.stream.rooms_B}
+
+    def held_bytes() -> int:
+        return len(held) if (held := pages()) is not None else 0
+
+    return [
+        FixedPool(name, "host", size_bytes=away.buffer.size_bytes, held_bytes=held_bytes),
+        StoragePool(f"{name}.rooms", rooms, tiers=("device", "none"), device=device),
+    ]

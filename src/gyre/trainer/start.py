@@ -8,13 +8,20 @@ reads its own runs, one tensor at a time. Without a source it is left blank, for
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+from torch import nn
 
 from gyre.core.records import Projection
 from gyre.kernels.rope import rope_frequencies
 from gyre.models.decoder import NOTHING, Decoder
 from gyre.parallel.mesh import Split
+from gyre.trainer.config import refuse_cut
+from gyre.trainer.optim import move_in
 from gyre.trainer.parallelise import local_tensors
+from gyre.trainer.weight_stream import WeightStream, carve, room_bytes
+from gyre.vram.hostbuffer import HostBuffer
 from gyre.weights.pieces import TensorSource, fill, whole_places
 from gyre.weights.shards import ShardLayout, row_layout
 
@@ -63,6 +70,30 @@ def start_frozen(decoder: Decoder, split: Split, weights: TensorSource | None) -
         make_storage(decoder, split.mesh.world.device)
     if weights is not None:
         fill(local_tensors(decoder), layout.ranks[split.rank], weights, dtype=dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Away:
+    """A frozen model in host memory, and how it visits the device."""
+
+    buffer: HostBuffer
+    stream: WeightStream
+
+
+def start_away(name: str, decoder: Decoder, head: nn.Module | None, split: Split, weights: TensorSource | None) -> Away:
+    """As `start_frozen`, with every weight in host memory. `head` is filled already."""
+    refuse_cut(name, zero=split.zero, ranks=split.mesh.shard.size)
+    assert weights is None or is_blank(decoder)
+    device = split.mesh.world.device
+    decoder.requires_grad_(False)
+    parameters = [*decoder.parameters(), *([] if head is None else head.parameters())]
+    buffer = HostBuffer(room_bytes(parameters), pin=device.type == "cuda", owner=f"component {name}")
+    for parameter, room in zip(parameters, carve(buffer.bytes, parameters), strict=True):
+        move_in(parameter, room)
+    place_constants(decoder, device)
+    if weights is not None:
+        fill_whole(decoder, weights)
+    return Away(buffer, WeightStream(decoder, head, device))
 
 
 def frozen_layout(decoder: Decoder, split: Split) -> ShardLayout:

@@ -9,12 +9,16 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import torch
+
 from gyre.core.records import Tier
 from gyre.models.decoder import Decoder
 from gyre.models.heads import ScalarHead
 from gyre.trainer.learner import Learner
 from gyre.trainer.parallelise import local_tensors
-from gyre.trainer.reference import Reference, frozen_pool
+from gyre.trainer.reference import Reference, frozen_pools
+from gyre.trainer.start import Away
+from gyre.trainer.weight_stream import WeightStream
 from gyre.vram.fixed import FixedPool
 from gyre.vram.pools import PoolTenant, StoragePool
 
@@ -29,20 +33,27 @@ class Tenancy(PoolTenant):
         """`parked`: components that leave the device as soon as they are there, so that the next model has its room."""
         super().__init__([])
         self.folder, self._parked = disk_folder, parked
+        self.streams: dict[str, WeightStream] = {}  # of models whose weights are in host memory
 
     def take_learner(self, learner: Learner) -> Learner:
         self._take(learner.pools(self.folder))
+        if learner.stream is not None:
+            self.streams[learner.name] = learner.stream
         return learner
 
     def take_reference(self, reference: Reference) -> Reference:
-        self._take([reference.pool(self.folder)])
+        self._take(reference.pools(self.folder))
+        if reference.away is not None:
+            self.streams["reference"] = reference.away.stream
         return reference
 
-    def take_reward(self, model: ScoredModel) -> None:
+    def take_reward(self, model: ScoredModel, device: torch.device, away: Away | None) -> None:
         decoder, head = model
         tensors = local_tensors(decoder)
         tensors["scalar_head"] = head.weight.detach()
-        self._take([frozen_pool("reward", tensors, decoder.device, self.folder)])
+        self._take(frozen_pools("reward", tensors, device, self.folder, away))
+        if away is not None:
+            self.streams["reward"] = away.stream
 
     def _take(self, pools: Sequence[StoragePool | FixedPool]) -> None:
         for pool in pools:
@@ -63,6 +74,16 @@ class Tenancy(PoolTenant):
                 continue
             assert tiers == ("device", "none"), f"{name} is on '{component.tier}'; the phase needs it on the device"
             self.move([name], "device")
+
+    @contextlib.contextmanager
+    def visiting(self, *owners: str) -> Iterator[None]:
+        """Around passes of these models: those in host memory visit the device."""
+        with contextlib.ExitStack() as stack:
+            for owner in owners:
+                if owner in self.streams:
+                    self.need(f"{owner}.rooms")
+                    stack.enter_context(self.streams[owner].visit())
+            yield
 
     @contextlib.contextmanager
     def on_device(self, name: str) -> Iterator[None]:

@@ -173,6 +173,7 @@ def make_job(inputs: PlanInputs, dtype: Dtype, cluster: Cluster) -> Job:
         engine=engine,
         snapshot_background=inputs.snapshot_background,
         reference_average=inputs.reference_average,
+        offload_parameters=inputs.offload_parameters,
         offload_cut_bytes=inputs.offload_cut_bytes,
     )
 

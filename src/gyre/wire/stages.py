@@ -36,7 +36,7 @@ from gyre.planner.plan import Dtype, Hardware, ModelNumbers, Plan, PlanInputs, S
 from gyre.planner.shapes import model_numbers
 from gyre.runconfig import RunConfig
 from gyre.text.tokenizer import Tokenizer
-from gyre.trainer.config import TrainerConfig
+from gyre.trainer.config import TrainerConfig, refuse_cut
 from gyre.wire.order import COLD_START, MAIN
 
 Emit = Callable[..., None]
@@ -83,6 +83,7 @@ def plan_stages(config: RunConfig, wanted: str) -> list[Stage]:
             moments=config.trainer.moments,
             offload_optimizer=config.trainer.offload_optimizer,
             offload_gradients=config.trainer.offload_gradients,
+            offload_parameters=config.trainer.offload_parameters,
             offload_cut_bytes=config.trainer.offload_cut_bytes,
             offload_deadline_s=config.trainer.offload_deadline_s,
         ),
@@ -223,6 +224,8 @@ def plan_run(
     disk = folder / config.memory.disk_folder if config.memory.disk_folder else None
     inputs = read_inputs(config, stage, model_numbers(spec), data, dtype=dtype)
     shards = lie_over(config.parallel, ranks)
+    for model in stage.trainer.offload_parameters:
+        refuse_cut(model, zero=shards[model].zero, ranks=shards[model].ranks)
     inputs = replace(inputs, ranks=ranks, shards=shards, shared_weights=shards["actor"].zero < 2)
     return make_plan(inputs, cut_hardware(read_hardware(disk), share))
 
@@ -250,6 +253,12 @@ def read_inputs(
     """What one stage asks of the planner."""
     online, with_engine = needs_rollouts(stage.objective), stage.name == MAIN and uses_engine(config, stage.objective)
     memory = config.memory
+    if with_engine and "actor" in stage.trainer.offload_parameters:
+        raise ConfigError(
+            f"trainer.offload_parameters = {list(stage.trainer.offload_parameters)} in a stage with an engine, which "
+            "computes with the actor's own weights",
+            hint="take 'actor' off the list; for an offline stage set eval.num_problems = 0, or leave the rewards out",
+        )
     return PlanInputs(
         model=model,
         objective=stage.objective.kind,
@@ -265,6 +274,7 @@ def read_inputs(
         moments=stage.trainer.moments,
         offload_optimizer=stage.trainer.offload_optimizer,
         offload_gradients=stage.trainer.offload_gradients,
+        offload_parameters=stage.trainer.offload_parameters,
         offload_cut_bytes=stage.trainer.offload_cut_bytes,
         epochs_per_batch=stage.trainer.epochs_per_batch,
         critic=needs_critic(stage.objective),
