@@ -154,8 +154,8 @@ def touch(size_bytes: int, group: Group) -> None:
 def copy_plainly(group: Group) -> float:
     """Seconds of a copy of LINK_BYTES from the device into pinned memory, on all ranks at once."""
     there = torch.empty(LINK_BYTES, dtype=torch.uint8, device=group.device)
-    here = HostBuffer(LINK_BYTES, pin=True, owner="bench").bytes
-    return min(timed(group, lambda: here.copy_(there, non_blocking=True)) for _ in range(3))
+    here = HostBuffer(LINK_BYTES, pin=True, owner="bench")  # pinned as long as it lives
+    return min(timed(group, lambda: here.bytes.copy_(there, non_blocking=True)) for _ in range(3))
 
 
 def train_meanwhile(group: Group, saver: Saver, step: Any, until: float) -> list[float]:

@@ -306,13 +306,13 @@ class Device:
 
     def __init__(self, monkeypatch, readings: list[tuple[int, int, int]]) -> None:
         self.readings = readings
-        self.given_back = 0
+        self.given_back: list[bool] = []  # whether garbage was collected, each time
         monkeypatch.setattr(probe, "give_back", self.give_back)
         monkeypatch.setattr(probe, "read_device", self.read)
         monkeypatch.setattr(probe, "reset_peak", lambda device: None)
 
-    def give_back(self, device: torch.device) -> None:
-        self.given_back += 1
+    def give_back(self, device: torch.device, *, collect: bool) -> None:
+        self.given_back.append(collect)
         if len(self.readings) > 1:
             self.readings.pop(0)
 
@@ -364,9 +364,9 @@ def test_memory_that_does_not_come_back_is_waited_for_and_then_named(monkeypatch
     events = Events()
     manager = MemoryManager([Remote()], limits, cuda, events, needs=needs)  # pyright: ignore
     device.readings[:] = [start, slow, slow, good]  # the driver answers late
-    looked = device.given_back
+    device.given_back.clear()
     manager.move({"actor.params": "host"})
-    assert device.given_back - looked == 3
+    assert device.given_back == [False, True, True], "garbage is collected once the memory is seen to be missing"
     assert manager.ledger.entry("actor.params").tier == "host"
     device.readings[:] = [stuck]
     with pytest.raises(MemoryBudgetError, match=owner):

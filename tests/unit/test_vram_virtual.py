@@ -309,7 +309,7 @@ def test_the_ledgers_proof_counts_virtual_memory(monkeypatch) -> None:
         return DeviceReading(free_bytes=free, total_bytes=total, allocated_bytes=0, reserved_bytes=0, peak_bytes=7)
 
     monkeypatch.setattr(probe, "read_device", read)
-    monkeypatch.setattr(probe, "give_back", lambda device: None)
+    monkeypatch.setattr(probe, "give_back", lambda device, *, collect: None)
     monkeypatch.setattr(probe, "reset_peak", lambda device: None)
     events: list[dict] = []
     tenant = PoolTenant([make_pool(None, make_tensors(), driver)])

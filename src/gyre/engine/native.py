@@ -202,7 +202,7 @@ class NativeEngine:
                 with self._desk.watch():
                     cycle.change_host(self._memory.host, 0 if self._memory.host is None else self._memory.num_slots)
             if name == WEIGHTS and before == "none" and tier == "device":
-                self._weights.make_dummy()
+                self._weights.forget()  # they are zeros
         self._desk.poke_from_compute()
 
     def measure(self) -> Mapping[str, Usage]:

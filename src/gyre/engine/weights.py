@@ -52,9 +52,13 @@ class EngineWeights:
         """Whether there are bytes under the parameters; whoever owns them may have parked them."""
         return is_present(self.decoder.embed.weight.untyped_storage())
 
+    def forget(self) -> None:
+        """Refuse work until a commit, whatever the weights hold."""
+        self.is_dummy = True
+
     def make_dummy(self) -> None:
         """Refuse work until a commit. The engine's own weights become random; shared ones are not touched."""
-        self.is_dummy = True
+        self.forget()
         if not self.shared:
             init_dummies(self.decoder)
 

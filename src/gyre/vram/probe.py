@@ -76,11 +76,12 @@ def reset_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def give_back(device: torch.device) -> None:
-    """Return everything that nobody holds to the driver."""
+def give_back(device: torch.device, *, collect: bool) -> None:
+    """Return everything that nobody holds to the driver; with `collect` also what only garbage holds."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-        gc.collect()
+        if collect:
+            gc.collect()
         torch.cuda.empty_cache()
 
 
