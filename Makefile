@@ -7,7 +7,7 @@ GYRE := $(BIN)/gyre
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: demo install install-dev test test-all test-failed check gpu-test bench bench-gpu clean
+.PHONY: demo install install-dev test test-all test-failed check gpu-test bench bench-gpu bench-gpus clean
 
 demo: install
 	$(GYRE) train configs/arith_grpo_cpu.toml --check-goal
@@ -51,6 +51,16 @@ bench-gpu:
 	cd bench && PYTHONPATH=../src python3 engine.py --shape 8b --batch-invariant
 	cd bench && PYTHONPATH=../src python3 engine.py --shape 8b --prefix-hits
 	cd bench && PYTHONPATH=../src python3 invariant_train.py
+	cd bench && PYTHONPATH=../src python3 train.py
+	cd bench && PYTHONPATH=../src python3 plan_check.py
+	cd bench && PYTHONPATH=../src python3 ring.py
+
+# On a host with several GPUs.
+bench-gpus:
+	cd bench && PYTHONPATH=../src python3 train_ranks.py --rows 8b:none:same:8192:zero=2 8b:none:fp8:8192:zero=2 4b:selective:same:65536:grpo
+	cd bench && PYTHONPATH=../src python3 handover.py
+	cd bench && PYTHONPATH=../src python3 snapshot.py --to build/snapshots
+	cd bench && PYTHONPATH=../src python3 ring.py --config ../configs/grpo_8b_ray.toml
 
 bench: install
 	$(BIN)/python bench/sandbox.py
