@@ -7,7 +7,7 @@ GYRE := $(BIN)/gyre
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: demo install install-dev test test-all test-failed check gpu-test bench bench-gpu clean
+.PHONY: demo install install-dev test test-all test-failed check gpu-test bench bench-gpu bench-gpus clean
 
 demo: install
 	$(GYRE) train configs/arith_grpo_cpu.toml --check-goal
@@ -44,13 +44,28 @@ test-failed: install-dev
 gpu-test:
 	python3 -m pytest -m gpu tests/gpu
 
+# Their results land in bench/records; RECORD= only prints them.
+bench-gpu bench-gpus: RECORD ?= --record
+
 bench-gpu:
-	cd bench && PYTHONPATH=../src python3 attention_gpu.py
-	cd bench && PYTHONPATH=../src python3 engine.py --shape 0.6b
-	cd bench && PYTHONPATH=../src python3 engine.py --shape 8b --streams 1 8 32 128
-	cd bench && PYTHONPATH=../src python3 engine.py --shape 8b --batch-invariant
-	cd bench && PYTHONPATH=../src python3 engine.py --shape 8b --prefix-hits
-	cd bench && PYTHONPATH=../src python3 invariant_train.py
+	cd bench && PYTHONPATH=../src python3 attention_gpu.py $(RECORD)
+	cd bench && PYTHONPATH=../src python3 engine.py --shape 0.6b $(RECORD)
+	cd bench && PYTHONPATH=../src python3 engine.py --shape 8b $(RECORD)
+	cd bench && PYTHONPATH=../src python3 engine.py --shape 8b --page-tokens 128 $(RECORD)
+	cd bench && PYTHONPATH=../src python3 engine.py --shape 8b --streams 1 8 32 128 256 $(RECORD)
+	cd bench && PYTHONPATH=../src python3 engine.py --shape 8b --batch-invariant $(RECORD)
+	cd bench && PYTHONPATH=../src python3 engine.py --shape 8b --prefix-hits $(RECORD)
+	cd bench && PYTHONPATH=../src python3 invariant_train.py $(RECORD)
+	cd bench && PYTHONPATH=../src python3 train.py $(RECORD)
+	cd bench && PYTHONPATH=../src python3 plan_check.py $(RECORD)
+	cd bench && PYTHONPATH=../src python3 ring.py $(RECORD)
+
+# On a host with several GPUs.
+bench-gpus:
+	cd bench && PYTHONPATH=../src python3 train_ranks.py --rows 8b:none:same:8192:zero=2 8b:none:fp8:8192:zero=2 4b:selective:same:65536:grpo $(RECORD)
+	cd bench && PYTHONPATH=../src python3 handover.py $(RECORD)
+	cd bench && PYTHONPATH=../src python3 snapshot.py --to build/snapshots $(RECORD)
+	cd bench && PYTHONPATH=../src python3 ring.py --config ../configs/grpo_8b_ray.toml $(RECORD)
 
 bench: install
 	$(BIN)/python bench/sandbox.py

@@ -48,19 +48,24 @@ def say(
 ) -> None:
     result = {"name": name, "unit": unit, "ours": ours, "peer": peer, "limit": limit, "settings": settings}
     result["detail"] = detail or {}
+    show(result, args)
     if args.record:
         args.folder.mkdir(parents=True, exist_ok=True)
         (args.folder / f"{name}.json").write_text(json.dumps({**result, **circumstances(args.commit)}, indent=2) + "\n")
+
+
+def show(result: dict[str, Any], args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps(result))
         return
+    name, unit, ours, peer = (result[key] for key in ("name", "unit", "ours", "peer"))
     print(f"{name}: ours {ours:.4g} {unit}")
     if peer is not None:
         kept = f" (kept from {peer['kept_from']})" if "kept_from" in peer else ""
         print(f"  peer {peer['name']}: {peer['value']:.4g} {unit}{kept}; ours / peer = {ours / peer['value']:.3f}")
-    if limit is not None:
-        print(f"  limit: {limit:.4g} {unit}")
-    for key, value in (detail or {}).items():
+    if result["limit"] is not None:
+        print(f"  limit: {result['limit']:.4g} {unit}")
+    for key, value in result["detail"].items():
         print(f"  {key}: {value}")
 
 

@@ -86,6 +86,7 @@ def read_run(folder: Path) -> dict[str, Any]:
         "median_step_s": statistics.median(row["seconds"] for row in steps),
         "steps": len(steps) + WARM_UP,
         "run_s": round(rows[-1]["t"] - rows[0]["t"], 1),
+        "made_s": made_seconds(rows),
         "phases_s": {name: round(statistics.median(values), 3) for name, values in phases.items()},
         "switches_s": switches(rows_main),
         "moves_s_per_step": round(sum(row["seconds"] for row in moves) / len(steps), 3),
@@ -102,6 +103,17 @@ def read_run(folder: Path) -> dict[str, Any]:
         "last_step": last["metrics"],
         "limit_s": limit_seconds(started["model"]["num_parameters"], last),
     }
+
+
+def made_seconds(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """What the last stage's parts took to make, of the slowest worker."""
+    found: dict[str, float] = {}
+    for row in rows:
+        if row["kind"] == "stage.started":
+            found = {}
+        elif row["kind"] == "device.made":
+            found |= {part: max(took_s, found.get(part, 0.0)) for part, took_s in row["seconds"].items()}
+    return found
 
 
 def switches(rows: list[dict[str, Any]]) -> dict[str, list[float]]:

@@ -109,6 +109,11 @@ def test_norm_and_gate_round_as_the_decoder_does(width) -> None:
     expected = rms_norm_forward(x, weight, 1e-6)[0]
     assert (out != expected).float().mean() < 0.02, "a different order of addition may move a rounding, no more"
     assert torch.allclose(out.float(), expected.float(), rtol=0.01, atol=0.01)
+    y, summed, out = torch.randn_like(x), x.clone(), torch.full_like(x, float("nan"))
+    pointwise.add_rms_norm(summed, y, weight, 1e-6, out)
+    expected = rms_norm_forward(x + y, weight, 1e-6)[0]
+    assert torch.equal(summed, x + y) and (out != expected).float().mean() < 0.02
+    assert torch.allclose(out.float(), expected.float(), rtol=0.01, atol=0.01)
     gate_up = torch.randn(37, 2 * width, device=DEVICE, dtype=torch.bfloat16) * 4
     out = torch.full((37, width), float("nan"), device=DEVICE, dtype=torch.bfloat16)
     pointwise.silu_mul(gate_up, out)

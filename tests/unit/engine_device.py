@@ -90,12 +90,14 @@ class FakeDevice:
         self.pool, self.window = PageMemory(), window
         self.last_token: dict[int, int] = {}  # by row
         self.largest_step = self.launches = self.fetched = self.computed = 0
+        self.loads: list[tuple[int, int]] = []  # of each launch: decoding rows, prompt tokens
         self.oldest_version = 0  # KV of an older one must not be read any more
 
     def launch(self, rows: Rows, step: Step) -> FakeFlight:
         self.launches += 1
         self.largest_step = max(self.largest_step, step.num_tokens)
         self.computed += step.num_tokens
+        self.loads.append((len(step.decode_rows), step.num_tokens - len(step.decode_rows)))
         for row in step.restored_rows.tolist():
             assert rows.computed_R[row] < rows.known_R[row]
             self.last_token[row] = int(rows.tokens_RW[row, rows.computed_R[row]])

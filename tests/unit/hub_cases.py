@@ -52,17 +52,18 @@ class Where:
     bounds: Bounds
 
 
-def save_random(folder: Path, family: str) -> Path:
-    """A checkpoint of this family as transformers saves it, every weight random, norms and biases too."""
+def save_random(folder: Path, family: str, *, hidden_size: int = 128, head_dim: int = 32) -> Path:
+    """A checkpoint of this family as transformers saves it, every weight random, norms and biases too. Logits spread
+    alike at any width."""
     sizes: dict[str, Any] = {
         "vocab_size": VOCAB,
-        "hidden_size": 128,
+        "hidden_size": hidden_size,
         "intermediate_size": 192,
         "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "num_attention_heads": hidden_size // head_dim,
+        "num_key_value_heads": hidden_size // head_dim // 2,
         "max_position_embeddings": CONTEXT,
-        "initializer_range": 0.12,
+        "initializer_range": 0.12 * (128 / hidden_size) ** 0.5,
         "eos_token_id": None,
         "bos_token_id": None,
         "pad_token_id": 0,
@@ -73,7 +74,7 @@ def save_random(folder: Path, family: str) -> Path:
     elif family == "qwen2":
         config = transformers.Qwen2Config(**sizes, tie_word_embeddings=True)
     else:
-        config = transformers.Qwen3Config(**sizes, head_dim=32, tie_word_embeddings=True)
+        config = transformers.Qwen3Config(**sizes, head_dim=head_dim, tie_word_embeddings=True)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -495,3 +495,20 @@ def test_windows_hold_in_long_prompts_however_they_are_cut(tmp_path: Path) -> No
         expected[request.request_id] = [whole[0, ids.shape[1] :].tolist()]
     for budget in (1024, 150, 32):
         assert tokens_of(run(tmp_path, requests, token_budget=budget)) == expected
+
+
+def test_windows_decode_in_pages_that_were_given_back(tmp_path: Path) -> None:
+    """Four sequences of up to 80 tokens, 80 pages at full length, run in 30: each gives back what it sees no more, and
+    others write there meanwhile."""
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(tiny_config("all_windows"), dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    requests = make_requests(4, high=20, max_tokens=60)
+    expected = {}
+    for request in requests:
+        ids = torch.tensor(request.tokens[None], dtype=torch.int64)
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=60, do_sample=False)
+        expected[request.request_id] = [out[0, len(request.tokens) :].tolist()]
+    for config in ({}, {"prefix_cache": False, "overlap": True}):
+        results, stats = run_with_stats(tmp_path, requests, num_pages=30, page_tokens=4, token_budget=16, **config)
+        assert stats.preemptions == 0 and tokens_of(results) == expected

@@ -70,6 +70,20 @@ def plain(name: str, prompt: list[int], max_tokens: int, **fields) -> Request:
     )
 
 
+def test_a_long_prompt_is_computed_beside_those_that_decode_within_one_budget() -> None:
+    """Whoever decodes gets a token in every step, the prompt what is left of the budget."""
+    short, long = plain("short", [0] * 4, 20), plain("long", [1] * 41, 5)
+    *_, runner = run_alone([short, long], num_pages=64, max_running=2, budget=8, prefix=False)
+    assert runner.loads == [(0, 8), *[(1, 7)] * 5, (1, 2), *[(2, 0)] * 4, *[(1, 0)] * 9]
+
+
+def test_a_row_is_taken_in_the_step_after_it_was_left() -> None:
+    requests = [plain("short", [0] * 4, 3), plain("long", [1] * 4, 10), plain("waits", [2] * 4, 2)]
+    _, order, _, runner = run_alone(requests, num_pages=64, max_running=2, budget=8, prefix=False)
+    assert runner.loads == [(0, 8), (2, 0), (2, 0), (1, 4), (2, 0), *[(1, 0)] * 5]
+    assert order == ["short", "waits", "long"]
+
+
 def test_siblings_share_one_prefill_of_their_prompt() -> None:
     roster, *_ = run_alone([plain("a", [1] * 10, 4, n=5)], num_pages=64, max_running=8, budget=64, prefix=False)
     assert roster.counters.prompt_tokens == 50
@@ -96,12 +110,13 @@ def test_priority_runs_first_and_is_preempted_last() -> None:
     assert preempted and set(preempted) == {"low"}
 
 
-def test_the_one_that_lost_least_is_preempted() -> None:
-    old, young = plain("old", [0] * 12, 12), plain("young", [1] * 4, 20)
-    roster, _, events, _ = run_alone([old, young], num_pages=8, max_running=2, budget=32, prefix=False)
-    preempted = [fields for kind, fields in events if kind == "engine.preempted"]
-    assert {fields["request_id"] for fields in preempted} == {"young"}
-    assert roster.counters.preemptions == len(preempted) > 0
+def test_the_one_that_lost_least_is_preempted_among_those_of_lowest_priority() -> None:
+    for priority, victim in ((0, "young"), (1, "old")):
+        old, young = plain("old", [0] * 12, 12), plain("young", [1] * 4, 20, priority=priority)
+        roster, _, events, _ = run_alone([old, young], num_pages=8, max_running=2, budget=32, prefix=False)
+        preempted = [fields for kind, fields in events if kind == "engine.preempted"]
+        assert {fields["request_id"] for fields in preempted} == {victim}
+        assert roster.counters.preemptions == len(preempted) > 0
 
 
 def test_block_keys_depend_on_version_tenant_and_everything_before() -> None:
@@ -133,6 +148,35 @@ def test_idle_pages_are_evicted_oldest_first_and_tails_before_heads() -> None:
     assert pages.find([b"a0", b"a1"]).tolist() == [first[0]]
     pages.take(1)
     assert pages.find([b"a0"]).size == 0 and pages.find([b"b0", b"b1"]).size == 2
+
+
+def test_a_page_that_was_shared_again_is_evicted_later() -> None:
+    pages = Pages(2)
+    taken = pages.take(2)
+    pages.remember([b"a", b"b"], taken, 0)
+    pages.give(taken[:1])
+    pages.give(taken[1:])
+    pages.share(pages.find([b"a"]))
+    pages.give(taken[:1])
+    assert pages.take(1).tolist() == [taken[1]]
+    assert pages.find([b"a"]).tolist() == [taken[0]] and pages.find([b"b"]).size == 0
+
+
+def test_the_accounts_find_what_was_lost() -> None:
+    def lose_page(roster: Roster) -> None:
+        roster.pages.take(1)
+
+    def lose_slot(roster: Roster) -> None:
+        roster.slots.take(1)
+
+    def lose_row(roster: Roster) -> None:
+        roster.rows.active_R[0] = True
+
+    for lose in (lose_page, lose_slot, lose_row):
+        roster, *_ = run_alone([plain("a", [1] * 9, 2)], num_pages=9, max_running=2, budget=8, num_slots=4)
+        lose(roster)
+        with pytest.raises(AssertionError):
+            roster.check()
 
 
 def test_a_page_given_back_twice_is_our_fault() -> None:

@@ -41,6 +41,7 @@ def cluster(gpus: int, gpu: str = "h200", **changes) -> Cluster:
         checkpointing=st.sampled_from([None, "none", "full"]),
         offload_optimizer=st.sampled_from([None, "none"]),
         zero=st.sampled_from([None, 1, 3]),
+        residency=st.sampled_from([None, "resident", "spill", "phase"]),
     ),
     rollout=st.booleans(),
 )
@@ -48,7 +49,8 @@ def test_the_best_is_the_fastest_that_fits(shape, gpus, gpu, longest, host, fixe
     engine = Engine(running=16, longest=longest, kv_bytes_per_token=147_456, working_bytes=GIB, graph_bytes=GIB)
     job = make_job(shape, longest=longest, engine=engine if rollout else None, reference=rollout)
     there = cluster(gpus, gpu, host_bytes=host)
-    judged = [judge(job, there, layout) for layout in layouts(job, there, fixed)]
+    judged = [judge(job, there, layout, fixed.residency) for layout in layouts(job, there, fixed)]
+    assert fixed.residency in (None, "spill") or {candidate.residency for candidate in judged} == {fixed.residency}
     try:
         choice = choose(job, there, fixed)
     except MemoryBudgetError as refusal:
@@ -63,7 +65,7 @@ def test_the_best_is_the_fastest_that_fits(shape, gpus, gpu, longest, host, fixe
     for passed in choice.discarded:
         assert not passed.fits and passed.time.seconds < best.time.seconds
     assert (best.running >= 1) == rollout
-    for name, value in fixed.given().items():
+    for name, value in replace(fixed, residency=None).given().items():
         assert getattr(best.layout, name) == value
     assert best.layout.words() in describe(choice, (), ())
     assert as_mapping(choice, (), ())["best"]["layout"]["zero"] == best.layout.zero
@@ -99,6 +101,14 @@ def test_a_refusal_names_the_setting_that_was_in_the_way() -> None:
     chunk = int(re.findall(r"tokens_per_chunk = (\d+) instead of 131072", error.hint)[0])
     assert choose(job, cluster(8), Fixed(tokens_per_chunk=chunk, checkpointing="none")).best.fits
     assert "checkpointing = 'selective' instead of 'none'" in error.hint
+
+
+def test_a_refusal_names_the_residency_that_was_in_the_way() -> None:
+    engine = Engine(running=256, longest=4096, kv_bytes_per_token=147_456, working_bytes=GIB, graph_bytes=GIB)
+    job, layout = make_job("qwen3-8b", engine=engine), Fixed(offload_optimizer="none", offload_gradients=False)
+    error = refuse(job, cluster(2), replace(layout, residency="resident"))
+    assert "residency = 'phase' instead of 'resident'" in error.hint
+    assert choose(job, cluster(2), replace(layout, residency="phase")).best.fits
 
 
 def test_a_refusal_names_how_long_sequences_may_be() -> None:

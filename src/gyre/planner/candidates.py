@@ -65,6 +65,7 @@ class Fixed:
     tokens_per_chunk: int | None = None
     offload_optimizer: Offload | None = None
     offload_gradients: bool | None = None
+    residency: Residency | None = None
 
     def given(self) -> dict[str, object]:
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
@@ -119,13 +120,15 @@ def _refuses_weights_away(job: Job, zero: Zero, shard_ranks: int, optimizer: Off
     return (zero >= 2 and shard_ranks > 1) or (bool(trained) and optimizer == "none")
 
 
-def judge(job: Job, cluster: Cluster, layout: Layout) -> Candidate:
-    """A layout's memory and time. Everything stays resident if that fits with every completion that should run, else
-    phases take turns, with as many completions as fit."""
+def judge(job: Job, cluster: Cluster, layout: Layout, residency: Residency | None = None) -> Candidate:
+    """A layout's memory and time. Where `residency` leaves it open, everything stays resident if that fits with every
+    completion that should run; else phases take turns, with as many completions as fit."""
     wanted = job.engine.running if job.engine is not None else 0
-    resident = _judge_as(job, cluster, layout, "resident", wanted)
-    if resident.fits or (job.engine is None and not job.reference and job.reward_model is None):
-        return resident
+    if residency != "phase":
+        resident = _judge_as(job, cluster, layout, "resident", wanted)
+        alone = job.engine is None and not job.reference and job.reward_model is None
+        if resident.fits or residency == "resident" or alone:
+            return resident
     least = _judge_as(job, cluster, layout, "phase", min(1, wanted))
     if not least.fits or wanted <= 1:
         return least

@@ -53,7 +53,8 @@ def _ways_out(job: Job, cluster: Cluster, fixed: Fixed) -> Iterator[str]:
         if name == "zero":
             opened = replace(opened, shard_ranks=None)
         if found := _best_of(job, cluster, opened):
-            yield f"{name} = {getattr(found.layout, name)!r} instead of {value!r} ({found.layout.words()})"
+            instead = found.residency if name == "residency" else getattr(found.layout, name)
+            yield f"{name} = {instead!r} instead of {value!r} ({found.layout.words()})"
     gpus = cluster.gpus
     while (gpus := 2 * gpus) <= MOST_GPUS:
         more = replace(cluster, gpus=gpus, host_bytes=_host_of(cluster, gpus))
@@ -80,7 +81,9 @@ def _host_of(cluster: Cluster, gpus: int) -> int | None:
 
 
 def _best_of(job: Job, cluster: Cluster, fixed: Fixed) -> Candidate | None:
-    fitting = [c for c in (judge(job, cluster, layout) for layout in layouts(job, cluster, fixed)) if c.fits]
+    fitting = [
+        c for c in (judge(job, cluster, layout, fixed.residency) for layout in layouts(job, cluster, fixed)) if c.fits
+    ]
     return min(fitting, key=in_order) if fitting else None
 
 

@@ -32,7 +32,7 @@ def choose(job: Job, cluster: Cluster, fixed: Fixed | None = None) -> Choice:
     """The fastest layout that fits. MemoryBudgetError when none does."""
     fixed = fixed or Fixed()
     _check(job, cluster, fixed)
-    judged = [judge(job, cluster, layout) for layout in layouts(job, cluster, fixed)]
+    judged = [judge(job, cluster, layout, fixed.residency) for layout in layouts(job, cluster, fixed)]
     fitting = sorted((c for c in judged if c.fits), key=in_order)
     if not fitting:
         raise refusal_of(job, cluster, fixed, judged)

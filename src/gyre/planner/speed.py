@@ -103,7 +103,8 @@ def step_time(job: Job, layout: Layout, gpu: Gpu, residency: Residency) -> StepT
     compute = max(3 * (layers + head), chunks * job.model.num_layers * LAYER_LAUNCH_S)
     gate_up = 2 * job.model.hidden_size * job.model.mlp_size / job.model.layer_parameters  # selective makes it again
     again = {"none": 0.0, "selective": gate_up * products, "full": layers}[layout.checkpointing]
-    if block_columns(job.saving, layout.tokens_per_chunk) < job.model.vocab_size:
+    keeps_logits = job.saving == "triton" and layout.checkpointing == "none"
+    if not keeps_logits and block_columns(job.saving, layout.tokens_per_chunk) < job.model.vocab_size:
         again += head  # log-probs by blocks make each block's logits twice
     traffic = sum(size / _link_rate(name, layout, gpu) for name, size in sent_bytes(job, layout).items())
     gathers = {0: 0, 1: 0, 2: 1, 3: 2 * chunks}[layout.zero]

@@ -130,6 +130,7 @@ def fixed_by(config: RunConfig, request: Request) -> Fixed:
         checkpointing=trainer.checkpointing if "checkpointing" in ours else None,
         offload_optimizer=trainer.offload_optimizer if "offload_optimizer" in ours else None,
         offload_gradients=trainer.offload_gradients if "offload_gradients" in ours else None,
+        residency=None if config.memory.residency == "auto" else config.memory.residency,
     )
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,6 +53,7 @@ class Device:
         self._group, self._progress = group, progress
         self._manager: MemoryManager | None = None
         self._own_weights = False  # the engine's, beside the trainer's
+        self._took_s: dict[str, float] = {}  # to make each part
         self.trainer: NativeTrainer | None = None
         self.engine: NativeEngine | None = None
 
@@ -66,7 +68,7 @@ class Device:
         """The trainer on the policy's decoder, which has this rank's part of the weights from here on. One that is
         `resumed` reads none: they come from the snapshot, and until then it does nothing."""
         reads = policy.decoder.device.type == "meta" and not resumed
-        with contextlib.ExitStack() as files:
+        with self._making("trainer"), contextlib.ExitStack() as files:
             weights = policy.weights if reads else None
             if isinstance(policy.weights, Checkpoint):
                 files.callback(policy.weights.close)
@@ -119,21 +121,30 @@ class Device:
         if own_weights:
             decoder = Decoder(policy.spec, device=self._machine.device, dtype=self._machine.dtype)
             policy = replace(policy, decoder=decoder)
-        self.engine = make_engine(sizes, policy, self._machine, self._emit, shared_weights=not own_weights)
-        await self.engine.start(dummy=own_weights)
+        with self._making("engine"):
+            self.engine = make_engine(sizes, policy, self._machine, self._emit, shared_weights=not own_weights)
+            await self.engine.start(dummy=own_weights)
         return self.engine
 
     def manage(self) -> None:
         """Take what was made so far under the memory manager."""
         tenants = [tenant for tenant in (self.engine, self.trainer) if tenant is not None]
-        self._manager = MemoryManager(
-            tenants,
-            self._budgets(),
-            self._machine.device,
-            self._emit,
-            needs=default_needs(shared_weights=not self._own_weights),
-            working=self._plan.working,
-        )
+        with self._making("memory"):
+            self._manager = MemoryManager(
+                tenants,
+                self._budgets(),
+                self._machine.device,
+                self._emit,
+                needs=default_needs(shared_weights=not self._own_weights),
+                working=self._plan.working,
+            )
+        self._emit("device.made", seconds=self._took_s)
+
+    @contextlib.contextmanager
+    def _making(self, part: str) -> Iterator[None]:
+        started_s = time.perf_counter()
+        yield
+        self._took_s[part] = round(time.perf_counter() - started_s, 3)
 
     async def enter(self, phase: Phase, *, step: int) -> None:
         """PhaseGate over the memory manager, on the compute thread."""

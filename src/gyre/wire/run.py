@@ -197,9 +197,18 @@ class Run:
             version, done = placed.version(), True
         finally:
             await built.close()
-            await self._placement.end(failed=not done, last=last)
+            await self._end(failed=not done, last=last)
         self._emit("stage.done", stage=stage.name, step=progress.step, version=version)
         return progress, version
+
+    async def _end(self, *, failed: bool, last: bool) -> None:
+        """Of a stage that failed, that error is the one to be raised: another one on the way out is told."""
+        try:
+            await self._placement.end(failed=failed, last=last)
+        except Exception as error:
+            if not failed:
+                raise
+            self._emit("warn.stage_not_closed", error=f"{type(error).__name__}: {error}")
 
     def _plan(self, stage: Stage, policy: Facts | Policy, data: StageData) -> Plan:
         """Decide, and write down what was decided. A resumed run keeps its number of KV pages, however much memory is
