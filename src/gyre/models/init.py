@@ -2,8 +2,8 @@
 of a tensor that is asked for. Callers: wire (fresh models), engine (dummy start), tests.
 
 A matrix is drawn in blocks, each from a seed of its own, so that a rank draws little more than the rows that it keeps,
-and threads draw side by side. They do nothing that torch spreads over threads: each of them would get a team of its own,
-as large as they are many.
+and threads draw side by side. They do nothing that torch spreads over threads: each of them would get a team of its
+own, as large as they are many.
 """
 
 # N numbers of a run
