@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -41,20 +40,6 @@ def test_parks_in_flight_leave_the_graphs_valid(tier) -> None:
 
 def test_restarts() -> None:
     asyncio.run(restarts(GPU))
-
-
-@pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The kernels that Triton compiles or loads from now on."""
-    import triton
-
-    names: list[str] = []
-
-    def note(*, fn, **more) -> None:
-        names.append(str(getattr(fn, "name", fn)))
-
-    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", note)
-    yield names
 
 
 @pytest.mark.parametrize("invariant", [False, True])

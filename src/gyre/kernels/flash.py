@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from gyre.kernels.cpu.build import Unavailable
 from gyre.kernels.layout import PackedLayout
 
+LEAST_BOUND = 512  # tokens. Flash-attn-4 compiles other kernels, for seconds, where the bound is below its tiles
 PROBE_LENGTHS = (130, 1, 257)
 PROBE_TOLERANCE = 2e-2  # of the norm of what is compared
 
@@ -37,7 +38,7 @@ def flash_attention(
     if window is None or window >= longest:
         flash4 = training_flash4(q_THD.device, q_THD.dtype, q_THD.shape[1] // k_TKD.shape[1], q_THD.shape[2])
         if not isinstance(flash4, Unavailable):
-            return flash4(q_THD, k_TKD, v_TKD, layout.offsets, longest)
+            return flash4(q_THD, k_TKD, v_TKD, layout.offsets, max(longest, LEAST_BOUND))
     return TorchFlash.apply(q_THD, k_TKD, v_TKD, layout.offsets, longest, window)
 
 

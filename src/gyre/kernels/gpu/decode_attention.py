@@ -84,7 +84,7 @@ def decode_attention(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _attend_pieces(
     q_ptr, pages_ptr, out_ptr, part_ptr, weight_ptr, row_ptr, position_ptr, first_ptr, item_ptr, size_ptr, table_ptr,
     q_stride, table_stride, scale_log2,

@@ -19,7 +19,7 @@ TRAINING_CAPABILITIES = (9, 10)  # major compute capabilities whose backward ker
 # (q_THD, pages, table_CP, bounds_C1, lengths_C, longest_chunk) → out_THD
 Flash4 = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int], Tensor]
 
-# (q_THD, k_TKD, v_TKD, offsets, longest sequence) → out_THD, under autograd
+# (q_THD, k_TKD, v_TKD, offsets, bound of a sequence) → out_THD, under autograd
 TrainingFlash4 = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
 
 
@@ -58,15 +58,16 @@ def make_training_flash4() -> TrainingFlash4:
     """Return causal attention of packed sequences, each to itself. It compiles on its first call."""
     from flash_attn.cute import flash_attn_varlen_func  # an optional package
 
-    def attend(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, offsets: Tensor, longest: int) -> Tensor:
+    def attend(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, offsets: Tensor, bound: int) -> Tensor:
+        """No sequence is longer than `bound`."""
         found = flash_attn_varlen_func(
             q_THD,
             k_TKD,
             v_TKD,
             cu_seqlens_q=offsets,
             cu_seqlens_k=offsets,
-            max_seqlen_q=longest,
-            max_seqlen_k=longest,
+            max_seqlen_q=bound,
+            max_seqlen_k=bound,
             causal=True,
         )
         return found[0] if isinstance(found, tuple) else found

@@ -37,7 +37,7 @@ class Float8Kernels:
             assert rows_NK is not None
             return rows_NK if rows else None, Float8Kernels.transposed(rows_NK), inverse
         count, width = x_NK.shape
-        longer = triton.cdiv(count, MULTIPLE) * MULTIPLE if columns else count
+        longer = triton.cdiv(count, MULTIPLE) * MULTIPLE
         rows_NK = torch.empty(count, width, dtype=dtype, device=x_NK.device) if rows else None
         columns_KM = torch.empty(width, longer, dtype=dtype, device=x_NK.device) if columns else None
         inverse = torch.empty((), dtype=torch.float32, device=x_NK.device)
@@ -71,7 +71,7 @@ def _largest(x_ptr, amax_ptr, count, BLOCK: tl.constexpr, STEPS: tl.constexpr):
     tl.atomic_max(amax_ptr, tl.max(found, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["amax_ptr"])
 def _quantise(
     x_ptr, amax_ptr, rows_ptr, columns_ptr, inverse_ptr, count, width, longer,
     MOST: tl.constexpr, SMALLEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
@@ -93,7 +93,7 @@ def _quantise(
         tl.store(inverse_ptr, tl.div_rn(tl.full((), 1.0, tl.float32), scale))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _transposed(rows_ptr, columns_ptr, count, width, longer, TILE: tl.constexpr):
     n = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     k = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)

@@ -99,7 +99,7 @@ def turn_and_write(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _turn_and_write(
     qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, row_ptr, position_ptr, table_ptr, pages_ptr, table_stride, eps,
     H: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr,

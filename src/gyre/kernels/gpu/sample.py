@@ -128,7 +128,7 @@ def _scan_blocks(
     tl.store(raw_ptr + row * S + block, tl.sum(tl.exp(below), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["logprob_stride"])
 def _choose(
     logits_ptr, inverse_ptr, uniform_ptr, best_ptr, where_ptr, sum_ptr, raw_ptr, row_best_ptr, log_total_ptr,
     row_ptr, last_ptr, token_ptr, logprob_ptr, logprob_stride,

@@ -1,6 +1,10 @@
 """What the loss head does to logits, in Triton: statistics of a block of them, and their gradient, over them in place.
 In: BF16 or FP16 logits of a block of the vocabulary. Out: float32 numbers per row; gradients. Caller: kernels.logprobs.
 Oracle: TokenLogprobs there. No float32 copy of logits is ever made.
+
+How the vocabulary is cut follows from the number of rows, so a block's width and stride vary. Triton looks whether 16
+divides them, for wide loads, and compiles for each answer. Callers cut at multiples of 128, so only the end of a
+vocabulary that 16 does not divide has another.
 """
 
 # N rows, W tokens of a vocabulary block that begins at `start`
@@ -12,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 4096  # logits of a row that one program holds at a time
+BLOCK = 4096  # logits of a row that one program holds at a time; of narrow blocks too, or each width had its kernel
 
 
 def block_statistics(
@@ -26,7 +30,7 @@ def block_statistics(
         width = logits_NW.shape[1]
         _statistics[(len(logits_NW),)](
             logits_NW, temperature_N.contiguous(), targets_N.contiguous(), total_N, mean_N, found_N,
-            logits_NW.stride(0), start, width, BLOCK=min(BLOCK, triton.next_power_of_2(width)), num_warps=8,
+            logits_NW.stride(0), start, width, BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
     return total_N, mean_N, found_N
 
@@ -40,14 +44,13 @@ def logits_gradient(
     assert logits_NW.stride(1) == 1 and targets_N.dtype == torch.int64
     if len(logits_NW):
         width = logits_NW.shape[1]
-        block = min(BLOCK, triton.next_power_of_2(width))
-        _gradient[(len(logits_NW), triton.cdiv(width, block))](
+        _gradient[(len(logits_NW), triton.cdiv(width, BLOCK))](
             logits_NW, temperature_N.contiguous(), targets_N.contiguous(), total_N.contiguous(), scale_N.contiguous(),
-            at_target_N.contiguous(), logits_NW.stride(0), start, width, BLOCK=block, num_warps=8,
+            at_target_N.contiguous(), logits_NW.stride(0), start, width, BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start"])
 def _statistics(
     logits_ptr, temperature_ptr, targets_ptr, total_ptr, mean_ptr, found_ptr, stride, start, width, BLOCK: tl.constexpr
 ):
@@ -72,7 +75,7 @@ def _statistics(
     tl.store(found_ptr + row, tl.where(here, found, 0.0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start"])
 def _gradient(
     logits_ptr, temperature_ptr, targets_ptr, total_ptr, scale_ptr, at_target_ptr, stride, start, width,
     BLOCK: tl.constexpr,

@@ -5,6 +5,10 @@ heads, silu, through kernels.choose. Oracles: the torch code beside each call.
 Arithmetic is float32. The forward kernels round where torch's operations would, the backward ones only at the end.
 Every kernel reads and writes each row once. Gradients of norm weights are sums per program, then one sum over programs:
 no atomics, so a gradient depends on shapes and the device alone.
+
+Triton compiles a kernel anew for a number that is 1, or is a multiple of 16 where the last was not, and for an address
+that is no multiple of 16 bytes. How many tokens a chunk has only masks whole rows, so it is not looked at; widths,
+which masks along a row need for wide loads, are constants. Addresses are those of whole tensors, or of rows of them.
 """
 
 # N rows, E features of a row, T tokens, H heads, K kv heads, J = H + K heads that turn, R = (H + 2K)·D rows of qkv,
@@ -165,7 +169,7 @@ def _norm(x_ptr, weight_ptr, out_ptr, rstd_ptr, eps, E: tl.constexpr, BLOCK: tl.
     tl.store(rstd_ptr + row, rstd)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _norm_backward(
     grad_ptr, x_ptr, weight_ptr, rstd_ptr, through_ptr, out_ptr, partial_ptr, num_rows,
     E: tl.constexpr, BLOCK: tl.constexpr, THROUGH: tl.constexpr,
@@ -191,7 +195,7 @@ def _norm_backward(
     tl.store(partial_ptr + program * E + offs, acc, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _heads(
     qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, rstd_ptr, num_tokens, eps,
     H: tl.constexpr, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, NORM: tl.constexpr,
@@ -225,7 +229,7 @@ def _heads(
     tl.store(to + F, turned_2, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _heads_backward(
     grad_q_ptr, grad_k_ptr, grad_v_ptr, qkv_ptr, rstd_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, out_ptr,
     partial_ptr, num_tokens,
