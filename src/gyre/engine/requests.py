@@ -118,8 +118,8 @@ class Sequence:
         return truncates(self.request)
 
     def known_tokens(self) -> np.ndarray:
-        """Prompt and chosen tokens, while it holds no row."""
-        return np.concatenate([self.request.tokens, self.chosen.tokens])
+        """Prompt and chosen tokens, while it holds no row; int32, whatever the prompt is: block keys are of bytes."""
+        return np.concatenate([self.request.tokens, self.chosen.tokens], dtype=np.int32, casting="unsafe")
 
 
 def truncates(request: Request) -> bool:
