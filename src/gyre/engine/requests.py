@@ -135,8 +135,9 @@ def sequences_of(request: Request, *, arrival: int, eos_ids: tuple[int, ...]) ->
         Sequence(request, index, arrival=arrival, stop_ids=tuple(sorted(stops))) for index in range(request.sampling.n)
     ]
     best = request.sampling.prompt_logprobs
+    book = None if best is None else PromptBook(len(request.tokens), best)
     for sequence in sequences:
-        sequence.book = None if best is None else PromptBook(len(request.tokens), best)
+        sequence.book = book  # one prompt, one book, however many completions wait
     for partial in request.partials:
         sequence = sequences[partial.index]
         if len(partial.tokens):
