@@ -4,6 +4,7 @@ with the mode off the same trials find different bits, so they can fail."""
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -67,12 +68,11 @@ async def one_trial(engine: NativeEngine, trial: int, count: int, temperature: f
     return part.tokens.tobytes() + part.logprobs.tobytes() + part.raw_logprobs.tobytes()
 
 
-def run_trials(settings: list[dict], *, invariant: bool, temperature: float) -> tuple[set[bytes], int]:
-    """Spread the trials over the settings. Return the different answers, and the preemptions."""
-    decoder, answers, preemptions = make_decoder(), set(), 0
+def run_trials(settings: list[dict], *, invariant: bool, temperature: float) -> tuple[set[bytes], Counter[str]]:
+    """Spread the trials over the settings. Return the different answers, and what happened meanwhile."""
+    decoder, answers, happened = make_decoder(), set(), Counter()
 
     async def under(config: EngineConfig, trials: range) -> None:
-        nonlocal preemptions
         with ThreadPoolExecutor(1) as compute:
             engine = NativeEngine(
                 decoder, config, compute=compute, emit=lambda kind, **fields: None, device=torch.device("cuda"),
@@ -81,7 +81,8 @@ def run_trials(settings: list[dict], *, invariant: bool, temperature: float) -> 
             await engine.start(dummy=False)
             for trial in trials:
                 answers.add(await one_trial(engine, trial, [0, 1, 7, 30][trial % 4], temperature))
-            preemptions += (await engine.stats()).preemptions
+            stats = await engine.stats()
+            happened.update({name: getattr(stats, name) for name in HAPPEN})
             await engine.terminate()
 
     each = TRIALS // len(settings)
@@ -90,7 +91,7 @@ def run_trials(settings: list[dict], *, invariant: bool, temperature: float) -> 
             **{"num_pages": 800, "max_running": 32, "token_budget": 4096, "batch_invariant": invariant, **changes}
         )
         asyncio.run(under(config, range(place * each, (place + 1) * each)))
-    return answers, preemptions
+    return answers, happened
 
 
 SETTINGS = [
@@ -98,14 +99,15 @@ SETTINGS = [
     {"token_budget": 100},
     {"prefix_cache": False, "num_pages": 40},
     {"overlap": False, "token_budget": 777},
-    {"num_pages": 40, "token_budget": 300},
+    {"num_pages": 40, "token_budget": 300, "kv_host_bytes": 2**28, "prefill_tokens_per_s": 1.0},  # swapping is cheaper
 ]
+HAPPEN = ("preemptions", "swaps_in", "recomputed_tokens", "prefix_hit_tokens")  # in some of the trials
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_fifty_trials_one_answer(temperature: float) -> None:
-    answers, preemptions = run_trials(SETTINGS, invariant=True, temperature=temperature)
-    assert preemptions > 0, "some trials must have been preempted"
+    answers, happened = run_trials(SETTINGS, invariant=True, temperature=temperature)
+    assert all(happened[name] > 0 for name in HAPPEN), happened
     assert len(answers) == 1
 
 

@@ -88,6 +88,23 @@ REFUSED: dict[str, tuple[Request, str]] = {
         replace(GOOD, partials=(partial(tokens=np.asarray([1, 99], np.int32)),)),
         "outside 0 to 49",
     ),
+    "request id that is no text": (replace(GOOD, request_id=["r"]), "request_id = ['r']: need text"),  # type: ignore[arg-type]
+    "partials that are none": (replace(GOOD, partials=(None,)), "partials = (None,): need a tuple of Partial"),  # type: ignore[arg-type]
+    "partial of a worded index": (replace(GOOD, partials=(partial(index="0"),)), "index '0'"),
+    "partial of a list": (
+        replace(GOOD, partials=(partial(tokens=[1, 2]),)),
+        "tokens is no one-dimensional array of whole",
+    ),
+    "partial of two dimensions": (
+        replace(GOOD, partials=(partial(tokens=np.ones((2, 1), np.int32)),)),
+        "tokens is no one-dimensional array of whole numbers",
+    ),
+    "partial of broken tokens": (replace(GOOD, partials=(partial(tokens=np.ones(2)),)), "tokens is no one-dimensional"),
+    "partial of broken versions": (
+        replace(GOOD, partials=(partial(versions=np.ones(2)),)),
+        "versions is no one-dimensional array of whole numbers",
+    ),
+    "partial without log-probs": (replace(GOOD, partials=(partial(logprobs=None),)), "array of float numbers"),
     "partial without truncation sets": (replace(with_sampling(top_k=3), partials=(partial(),)), "lacks"),
     "partial with foreign truncation sets": (
         replace(
@@ -97,6 +114,30 @@ REFUSED: dict[str, tuple[Request, str]] = {
         "do not fit",
     ),
 }
+
+
+SUPPORT = Support(offsets=np.asarray([0, 1, 3]), ids=np.asarray([1, 2, 7], np.int32))  # of a partial's two tokens
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"offsets": np.asarray([0, 3, 3])},  # the second token has none to be in
+        {"offsets": np.asarray([0, 4, 3])},
+        {"offsets": np.asarray([1, 2, 3])},
+        {"offsets": [0, 1, 3]},
+        {"offsets": np.asarray([[0, 1, 3]])},
+        {"ids": np.asarray([1, 2, 50], np.int32)},
+        {"ids": np.asarray([-1, 2, 7], np.int32)},
+        {"ids": np.asarray([1.0, 2.0, 7.0])},
+        {"ids": None},
+    ],
+)
+def test_truncation_sets_must_fit(wrong: dict) -> None:
+    request = with_sampling(top_k=3)
+    assert find_refusal(replace(request, partials=(partial(support=SUPPORT),)), LIMITS) is None
+    reason = find_refusal(replace(request, partials=(partial(support=replace(SUPPORT, **wrong)),)), LIMITS)
+    assert reason == "partial 0: truncation sets that do not fit its tokens"
 
 
 @pytest.mark.parametrize("case", REFUSED)

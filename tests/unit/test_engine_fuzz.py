@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from sampling_cases import VOCAB, Letters, answer_all, save_tiny, some_tokens, with_engine
 
-from gyre.core.records import Request, Sampling
+from gyre.core.records import Partial, Request, Sampling
 
 WILD = st.one_of(
     st.none(),
@@ -23,6 +23,7 @@ WILD = st.one_of(
     st.lists(st.integers(), max_size=2).map(tuple),
 )
 IDS = st.integers(0, VOCAB - 1)
+BEGUN = {"tokens": np.int32, "logprobs": np.float32, "raw_logprobs": np.float32, "versions": np.int32}
 # Field → (values that can be satisfied most of the time, values that a careless caller may give)
 SAMPLING_FIELDS: dict[str, tuple[st.SearchStrategy, st.SearchStrategy]] = {
     "temperature": (st.sampled_from([0.0, 1e-4, 0.7, 1.0, 1e4]), st.just(1e-40)),
@@ -55,6 +56,18 @@ REQUEST_FIELDS: dict[str, tuple[st.SearchStrategy, st.SearchStrategy]] = {
     "deadline_s": (st.none(), st.sampled_from([-1.0, 0.0])),
     "tenant_salt": (st.text(max_size=2), st.just("\udfff")),
     "chunk_tokens": (st.integers(0, 4), st.just(2**70)),
+    "partials": (
+        st.just(()),
+        st.builds(
+            lambda **fields: (Partial(**fields),),
+            index=st.sampled_from([0, 0, 1, -1, None]),
+            **{
+                name: st.one_of(st.just(np.ones(2, kind)), st.sampled_from([np.ones((2, 1), kind), [1, 2], None]))
+                for name, kind in BEGUN.items()
+            },
+        ),
+    ),
+    "grammar": (st.none(), st.just("root ::= x")),
 }
 
 
@@ -101,12 +114,13 @@ def test_every_request_is_refused_with_a_reason_or_answered(folder, wild, overla
             continue
         assert len(parts) == sampling.n
         for part in parts:
+            begun = sum(len(given.tokens) for given in request.partials if given.index == part.index)
             assert part.finish in ("stop", "length") or (part.finish == "deadline" and request.deadline_s is not None)
-            assert len(part.tokens) <= sampling.max_tokens
+            assert len(part.tokens) <= sampling.max_tokens - begun
             assert np.isfinite(part.logprobs).all() and np.isfinite(part.raw_logprobs).all()
             if part.finish == "length":
-                assert len(part.tokens) == sampling.max_tokens
+                assert len(part.tokens) == sampling.max_tokens - begun
             if sampling.top_logprobs:
                 assert part.top_ids is not None and part.top_ids.shape == (len(part.tokens), sampling.top_logprobs)
-            if sampling.prompt_logprobs is not None and len(part.tokens):
+            if sampling.prompt_logprobs is not None and len(part.tokens) and not begun:
                 assert part.prompt_logprobs is not None and math.isfinite(part.prompt_logprobs.logprobs.sum())

@@ -4,6 +4,7 @@ torch path, which finds several answers in the same trials, refuses the mode."""
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ SETTINGS = [
     {"num_pages": 64, "token_budget": 19, "kv_host_bytes": 2**20, "swap_bytes_per_s": 1e12},
     {"max_running": 3},
 ]
+HAPPEN = ("preemptions", "swaps_in", "recomputed_tokens", "prefix_hit_tokens")  # in some of the trials
 ASKS = [{}, {"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.05, "prompt_logprobs": 2}, {"prompt_logprobs": 0}]
 
 
@@ -63,35 +65,36 @@ async def one_trial(bench: Bench, trial: int, temperature: float) -> bytes:
     return part.tokens.tobytes() + part.logprobs.tobytes() + part.raw_logprobs.tobytes()
 
 
-def run_trials(temperature: float, **changes: object) -> tuple[set[bytes], int]:
-    """Spread the trials over the settings, until two answers differ. Return the answers, and the preemptions."""
+def run_trials(temperature: float, **changes: object) -> tuple[set[bytes], Counter[str]]:
+    """Spread the trials over the settings, until two answers differ. Return the answers, and what happened meanwhile."""
     answers: set[bytes] = set()
-    preemptions, each = 0, TRIALS // len(SETTINGS)
+    happened: Counter[str] = Counter()
+    each = TRIALS // len(SETTINGS)
 
     async def under(bench: Bench, trials: range) -> None:
-        nonlocal preemptions
         await bench.engine.start(dummy=False)
         for trial in trials:
             if len(answers) < 2:
                 answers.add(await one_trial(bench, trial, temperature))
         bench.check()
-        preemptions += (await bench.engine.stats()).preemptions
+        stats = await bench.engine.stats()
+        happened.update({name: getattr(stats, name) for name in HAPPEN})
         await bench.engine.terminate()
 
     for place, setting in enumerate(SETTINGS):
         bench = Bench(shared=False, **{"num_pages": 200, **setting, **changes})
         go(lambda bench=bench, place=place: under(bench, range(place * each, (place + 1) * each)))
         bench.compute.shutdown()
-    return answers, preemptions
+    return answers, happened
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_fifty_trials_one_answer(temperature: float) -> None:
     if isinstance(library := load_decoder(torch.float32), Unavailable):
         pytest.skip(library.reason)
-    answers, preemptions = run_trials(temperature, batch_invariant=True)
+    answers, happened = run_trials(temperature, batch_invariant=True)
     assert len(answers) == 1
-    assert preemptions > 0, "some trials must have been preempted"
+    assert all(happened[name] > 0 for name in HAPPEN), happened
 
 
 def test_the_torch_path_finds_several_answers_in_these_trials() -> None:

@@ -16,6 +16,7 @@ from sampling_cases import CPU, VOCAB, Events, answer_all, save_tiny, some_token
 from gyre.core.records import Partial, PromptLogprobs, Request, Sampling
 from gyre.engine.prompts import BlockScores, Piece, PromptBook, ScoreStore, load_known, usable_pages
 from gyre.engine.raw import score_targets
+from gyre.engine.requests import sequences_of
 from gyre.engine.streams import collect
 from gyre.models.load import load_hub
 from gyre.weights.manifest import make_manifest
@@ -76,6 +77,19 @@ def test_they_come_once_with_the_first_tokens(qwen3) -> None:
             assert mine[0].prompt_logprobs is not None and len(mine[0].tokens)
             assert all(chunk.prompt_logprobs is None for chunk in mine[1:])
             check(qwen3, some_tokens(20, 0), mine[0].prompt_logprobs, 3)
+
+
+def test_completions_of_one_prompt_share_its_book_and_tell_the_same(qwen3) -> None:
+    """Two rows at a time and one launch ahead: those that wait go on with a book that others fill."""
+    tokens = some_tokens(40, 0)
+    request = ask("r", tokens, max_tokens=3, n=9)
+    assert len({id(sequence.book) for sequence in sequences_of(request, arrival=0, eos_ids=())}) == 1
+    for overlap in (False, True):
+        for budget, prefix_cache in ((7, False), (64, True)):
+            config = {"max_running": 2, "token_budget": budget, "prefix_cache": prefix_cache, "overlap": overlap}
+            [parts] = with_engine(qwen3, lambda engine: answer_all(engine, [request]), **config)
+            for part in parts:
+                check(qwen3, tokens, part.prompt_logprobs, 3)
 
 
 @pytest.mark.parametrize("kept", [2**20, 0, 400])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from engine_device import PAGE_TOKENS, FakeDevice
@@ -99,6 +101,17 @@ def test_equal_beginnings_hit_the_cache_only_within_a_tenant() -> None:
     )
     roster, *_ = run_alone([first, same, other], num_pages=64, max_running=1, budget=64)
     assert roster.counters.prefix_hit_tokens == 8  # two full pages, for b only
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64, np.uint8])
+def test_a_prompt_hits_the_cache_whatever_numbers_it_is_of(dtype: type) -> None:
+    first, same = plain("a", [1] * 9, 2), plain("b", [1] * 9, 2)
+    for requests in (
+        [first, replace(same, tokens=same.tokens.astype(dtype))],
+        [replace(first, tokens=first.tokens.astype(dtype)), same],
+    ):
+        roster, *_ = run_alone(requests, num_pages=64, max_running=1, budget=64)
+        assert roster.counters.prefix_hit_tokens == 8
 
 
 def test_priority_runs_first_and_is_preempted_last() -> None:

@@ -5,12 +5,16 @@ to refuse it, in words that say what we got and what we accept. Pure. Callers: n
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from gyre.core.records import Partial, Request
+from gyre.core.records import Partial, Request, Support
 from gyre.engine.parameters import LARGEST_COUNT, find_bad_sampling, is_number, is_text, is_whole
 from gyre.engine.requests import truncates
+
+WHOLE = "iu"  # kinds of whole numbers, as numpy names them
+PARTIAL_COLUMNS = {"tokens": WHOLE, "versions": WHOLE, "logprobs": "f", "raw_logprobs": "f"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +75,14 @@ def find_refusal(request: Request, limits: Limits) -> str | None:
     )
 
 
+def _is_row(value: Any, kinds: str) -> bool:
+    """A one-dimensional array of numbers of one of these kinds, as numpy names them."""
+    return isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in kinds
+
+
 def _bad_fields(request: Request) -> str | None:
+    if not is_text(request.request_id):
+        return f"request_id = {request.request_id!r}: need text that UTF-8 can hold"
     for name in ("seed", "priority", "chunk_tokens"):
         value = getattr(request, name)
         if not (is_whole(value) or isinstance(value, np.integer)):
@@ -84,9 +95,10 @@ def _bad_fields(request: Request) -> str | None:
         return f"deadline_s = {request.deadline_s!r}: need None or a finite number"
     if not is_text(request.tenant_salt):
         return f"tenant_salt = {request.tenant_salt!r}: need text that UTF-8 can hold"
-    tokens = request.tokens
-    if not (isinstance(tokens, np.ndarray) and tokens.ndim == 1 and tokens.dtype.kind in "iu"):
+    if not _is_row(request.tokens, WHOLE):
         return "the prompt is no one-dimensional array of whole numbers"
+    if not (isinstance(request.partials, (tuple, list)) and all(isinstance(one, Partial) for one in request.partials)):
+        return f"partials = {str(request.partials)[:200]}: need a tuple of Partial"
     return None
 
 
@@ -123,8 +135,8 @@ def _bad_size(request: Request, limits: Limits) -> str | None:
 def _bad_partials(request: Request, limits: Limits) -> str | None:
     seen: set[int] = set()
     for partial in request.partials:
-        if not 0 <= partial.index < request.sampling.n or partial.index in seen:
-            return f"partial with index {partial.index}: need distinct indices below n = {request.sampling.n}"
+        if not is_whole(partial.index) or not 0 <= partial.index < request.sampling.n or partial.index in seen:
+            return f"partial with index {partial.index!r}: need distinct indices below n = {request.sampling.n}"
         seen.add(partial.index)
         if reason := _bad_partial(partial, request, limits):
             return f"partial {partial.index}: {reason}"
@@ -132,6 +144,9 @@ def _bad_partials(request: Request, limits: Limits) -> str | None:
 
 
 def _bad_partial(partial: Partial, request: Request, limits: Limits) -> str | None:
+    for name, kinds in PARTIAL_COLUMNS.items():
+        if not _is_row(getattr(partial, name), kinds):
+            return f"{name} is no one-dimensional array of {'whole numbers' if kinds == WHOLE else 'float numbers'}"
     count = len(partial.tokens)
     if count > request.sampling.max_tokens:
         return f"{count} tokens, more than max_tokens = {request.sampling.max_tokens}"
@@ -142,9 +157,18 @@ def _bad_partial(partial: Partial, request: Request, limits: Limits) -> str | No
     if count and truncates(request):
         if partial.support is None:
             return "the request truncates, but the partial lacks the truncation sets of its tokens"
-        if len(partial.support.offsets) != count + 1 or int(partial.support.offsets[-1]) != len(partial.support.ids):
+        if not _fits(partial.support, count, limits):
             return "truncation sets that do not fit its tokens"
     return None
+
+
+def _fits(support: Support, count: int, limits: Limits) -> bool:
+    offsets, ids = support.offsets, support.ids
+    if not (_is_row(offsets, WHOLE) and _is_row(ids, WHOLE) and len(offsets) == count + 1):
+        return False
+    if offsets[0] != 0 or offsets[-1] != len(ids) or (offsets[1:] <= offsets[:-1]).any():
+        return False  # each token is in its own set
+    return int(ids.min()) >= 0 and int(ids.max()) < limits.vocab_size
 
 
 def _unsupported(request: Request, limits: Limits) -> str | None:

@@ -330,10 +330,10 @@ class NativeEngine:
             return "the engine is being terminated"
         if blocked := self._why_blocked():
             return blocked
-        if self._desk.knows(request.request_id):
-            return f"request id '{request.request_id}' is in flight already"
         if reason := find_refusal(request, self._limits):
             return reason
+        if self._desk.knows(request.request_id):
+            return f"request id '{request.request_id}' is in flight already"
         return find_overload(request, self._desk.load, self._most)
 
     def _why_blocked(self) -> str | None:

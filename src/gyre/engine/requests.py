@@ -118,8 +118,8 @@ class Sequence:
         return truncates(self.request)
 
     def known_tokens(self) -> np.ndarray:
-        """Prompt and chosen tokens, while it holds no row."""
-        return np.concatenate([self.request.tokens, self.chosen.tokens])
+        """Prompt and chosen tokens, while it holds no row; int32, whatever the prompt is: block keys are of bytes."""
+        return np.concatenate([self.request.tokens, self.chosen.tokens], dtype=np.int32, casting="unsafe")
 
 
 def truncates(request: Request) -> bool:
@@ -135,8 +135,9 @@ def sequences_of(request: Request, *, arrival: int, eos_ids: tuple[int, ...]) ->
         Sequence(request, index, arrival=arrival, stop_ids=tuple(sorted(stops))) for index in range(request.sampling.n)
     ]
     best = request.sampling.prompt_logprobs
+    book = None if best is None else PromptBook(len(request.tokens), best)
     for sequence in sequences:
-        sequence.book = None if best is None else PromptBook(len(request.tokens), best)
+        sequence.book = book  # one prompt, one book, however many completions wait
     for partial in request.partials:
         sequence = sequences[partial.index]
         if len(partial.tokens):
