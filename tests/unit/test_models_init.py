@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -42,6 +43,20 @@ def test_blocks_are_draws_of_their_own(whole_N):
     assert abs(correlation) < 0.005
     for block_N in whole_N.split(BLOCK):
         assert float(block_N.std()) == pytest.approx(deviation(WIDE, NAME, WIDE.hidden_size), rel=0.01)
+
+
+def test_threads_that_draw_have_no_teams_of_their_own():
+    kept = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        torch.ones(BLOCK).mul_(2.0)  # this thread's own team
+        before = len(os.listdir("/proc/self/task"))
+        drawn = FreshWeights(WIDE, 7)._blocks(NAME, range(3))
+        next(drawn)
+        assert 0 < len(os.listdir("/proc/self/task")) - before <= 4
+        assert len(list(drawn)) == 2
+    finally:
+        torch.set_num_threads(kept)
 
 
 def test_dummies_are_like_fresh_weights():

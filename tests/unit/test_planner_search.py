@@ -224,8 +224,9 @@ def test_weights_in_host_memory_need_whole_models_and_room_for_two_layers() -> N
     with pytest.raises(MemoryBudgetError):
         choose(replace(away, offload_parameters=()), there, Fixed())
     assert {found.zero for found in layouts(away, cluster(8, host_bytes=8000 * GIB), Fixed())} == {0, 1}
-    with pytest.raises(ConfigError, match="no layout of 8 GPUs"):
+    with pytest.raises(ConfigError, match=r"no layout of 8 GPUs .* with trainer.offload_parameters") as caught:
         choose(away, cluster(8, host_bytes=8000 * GIB), Fixed(zero=3))
+    assert "0 or 1" in caught.value.hint
     frozen = replace(away, offload_parameters=("reference",), reference=True)
     kept = {name: size for moment in judge(frozen, there, layout).moments for name, size in moment.parts.items()}
     assert "reference" in kept and "reference.rooms" not in kept

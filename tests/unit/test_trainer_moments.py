@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from dataclasses import replace
 
@@ -261,8 +262,14 @@ def test_what_is_told_and_what_is_wide():
 
 
 def test_a_model_without_whole_blocks_is_refused():
-    with pytest.raises(ConfigError, match="no matrix of the actor has rows of whole blocks of 256 numbers"):
+    with pytest.raises(ConfigError, match=r"no matrix of the actor has rows of whole blocks of 256 numbers \(rows of "):
         make_trainer("sft", **CODED)
+
+
+def test_a_cpu_user_reads_nothing_of_kernels_that_nobody_asks_for():
+    code = "import torch; from gyre.trainer.adamw8 import CodedUpdate; CodedUpdate(torch.device('cpu'))"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert told.stderr == told.stdout == ""
 
 
 def test_without_the_library_the_setting_is_refused(monkeypatch):

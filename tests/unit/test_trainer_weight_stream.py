@@ -196,6 +196,21 @@ def test_phases_keep_rooms_only_and_bytes_are_counted_once() -> None:
     assert_bits_equal(weights_of(trainer), weights_of(whole))
 
 
+def test_rooms_of_a_reference_leave_before_a_step_trains(monkeypatch) -> None:
+    """A step that asks the reference itself: its rooms are not there in the passes with a backward one."""
+    trainer = trainer_on(None, "dpo", spec="deep", **SMALL, offload_parameters=("reference",))
+    trainer.move(["reference.rooms"], "none")
+    seen, visiting = [], type(trainer._tenancy).visiting
+
+    def watch(tenancy, *owners):
+        seen.append((owners, tenancy.tiers()["reference.rooms"]))
+        return visiting(tenancy, *owners)
+
+    monkeypatch.setattr(type(trainer._tenancy), "visiting", watch)
+    trainer.step_now(make_batch())
+    assert seen == [(("reference",), "device"), (("actor", "critic"), "none")]
+
+
 def test_snapshots_go_both_ways() -> None:
     plain, away = deep_trainer(offload_parameters=()), deep_trainer(offload_parameters=ALL)
     plain.step_now(batch_for(8, seed=0))
@@ -226,6 +241,8 @@ def test_what_the_config_refuses() -> None:
         TrainerConfig(offload_parameters=("actor",))
     with pytest.raises(ValueError, match="the average has no place in host memory"):
         TrainerConfig(offload_parameters=("reference",), reference_moving_average=0.9)
+    with pytest.raises(ValueError, match="name each model once"):
+        TrainerConfig(offload_parameters=("reference", "reference"))
     TrainerConfig(offload_parameters=("reference", "reward"))
 
 

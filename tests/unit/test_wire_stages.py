@@ -182,6 +182,14 @@ def test_each_rank_is_planned_for_with_its_part_of_the_states(tmp_path):
         assert expected_ranks(online(tmp_path, cluster=cluster, parallel={"zero": 3, "shard_ranks": 2})) == ranks
 
 
+def test_moments_in_8_bits_are_planned_for_a_model_that_can_have_them(tmp_path):
+    config = online(tmp_path, trainer={"moments": "8_bit"}, run={"device": "cpu"})
+    (stage,), data, given = plan_stages(config, "all"), load_online(config), {"dtype": "float32", "folder": tmp_path}
+    with pytest.raises(ConfigError, match="no matrix of the model has rows of whole blocks"):
+        plan_run(config, stage, trainer_cases.SPEC, data, **given)
+    plan_run(config, stage, replace(trainer_cases.SPEC, hidden_size=256), data, **given)
+
+
 def test_weights_in_host_memory_are_refused_beside_an_engine_and_in_shards(tmp_path):
     away = {"offload_parameters": ["actor"], "offload_optimizer": "host"}
     config = online(tmp_path, trainer=away)

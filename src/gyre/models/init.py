@@ -2,15 +2,17 @@
 of a tensor that is asked for. Callers: wire (fresh models), engine (dummy start), tests.
 
 A matrix is drawn in blocks, each from a seed of its own, so that a rank draws little more than the rows that it keeps,
-and threads draw side by side.
+and threads draw side by side. They do nothing that torch spreads over threads: each of them would get a team of its
+own, as large as they are many.
 """
 
 # N numbers of a run
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -44,22 +46,26 @@ class FreshWeights:
         elif name.endswith(".bias"):
             out_N.zero_()
         else:
-
-            def draw(block: int) -> None:
-                first = block * BLOCK
-                drawn_N = self._block(name, block)
+            for first, drawn_N in self._blocks(name, range(start // BLOCK, -(-stop // BLOCK))):
                 low, high = max(start, first), min(stop, first + len(drawn_N))
                 out_N[low - start : high - start].copy_(drawn_N[low - first : high - first])
 
-            with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-                list(pool.map(draw, range(start // BLOCK, -(-stop // BLOCK))))
+    def _blocks(self, name: str, blocks: range) -> Iterator[tuple[int, Tensor]]:
+        """In order: (first number, numbers) of each. A few are drawn ahead."""
+        ahead: deque[Future[tuple[int, Tensor]]] = deque()
+        with ThreadPoolExecutor(threads := torch.get_num_threads()) as pool:
+            for block in blocks:
+                ahead.append(pool.submit(self._block, name, block))
+                if len(ahead) > 2 * threads:
+                    yield ahead.popleft().result()
+            yield from (drawn.result() for drawn in ahead)
 
-    def _block(self, name: str, block: int) -> Tensor:
+    def _block(self, name: str, block: int) -> tuple[int, Tensor]:
         rows, columns = self.shapes[name]
         seed = derive_seed(self._seed, "init", name, *([block] if block else []))
-        size = min(BLOCK, rows * columns - block * BLOCK)
-        drawn_N = torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
-        return drawn_N.mul_(deviation(self.spec, name, columns))
+        drawn_N = torch.empty(min(BLOCK, rows * columns - block * BLOCK), dtype=torch.float32)
+        generator = torch.Generator().manual_seed(seed)
+        return block * BLOCK, drawn_N.normal_(0.0, deviation(self.spec, name, columns), generator=generator)
 
 
 def deviation(spec: ModelSpec, name: str, columns: int) -> float:

@@ -97,13 +97,15 @@ def moment_bytes(model: ModelNumbers, layout: Layout) -> int:
 
 def coded_parameters(model: ModelNumbers, moments: Moments) -> int:
     """Parameters whose moments are codes."""
-    if moments == "float32":
-        return 0
+    return sum(math.prod(shape) for shape in matrix_shapes(model) if is_coded(shape)) if moments == "8_bit" else 0
+
+
+def matrix_shapes(model: ModelNumbers) -> list[tuple[int, int]]:
+    """Of every matrix of a model."""
     m, hidden = model, model.hidden_size
     heads = m.query_size + 2 * m.kv_size
     layer = [(heads, hidden), (hidden, m.query_size), (2 * m.mlp_size, hidden), (hidden, m.mlp_size)]
-    root = [(m.vocab_size, hidden)] * (1 if m.tied else 2)
-    return sum(math.prod(shape) for shape in [*root, *(m.num_layers * layer)] if is_coded(shape))
+    return [(m.vocab_size, hidden)] * (1 if m.tied else 2) + m.num_layers * layer
 
 
 def away_bytes(states: dict[str, int], layout: Layout) -> dict[str, int]:

@@ -7,8 +7,9 @@ the nearest settings that fit. Callers: `wire.clusters`, through `gyre plan --gp
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gyre.core.errors import ConfigError
 from gyre.planner.candidates import Candidate, Cluster, Fixed, in_order, judge, layouts
@@ -64,9 +65,11 @@ def _check(job: Job, cluster: Cluster, fixed: Fixed) -> None:
             hint=f"choose one of {', '.join(map(str, divisors[1:] or divisors))}",
         )
     if not any(layouts(job, cluster, fixed)):
-        raise ConfigError(
-            f"no layout of {cluster.gpus} GPUs has {fixed.given()}", hint="leave zero or shard_ranks open"
-        )
+        given, hint = str(fixed.given()), "leave zero or shard_ranks open"
+        if any(layouts(replace(job, offload_parameters=()), cluster, fixed)):
+            given += f" with trainer.offload_parameters = {json.dumps(job.offload_parameters)}, whose weights lie whole"
+            hint = "leave zero open or set it to 0 or 1, which goes for all models here, or empty the list"
+        raise ConfigError(f"no layout of {cluster.gpus} GPUs has {given}", hint=hint)
 
 
 def _kind(candidate: Candidate) -> tuple[object, ...]:

@@ -11,6 +11,7 @@ the library's maps: its own encoder for CPUs tells no numbers below 3e-5 of the 
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import torch
@@ -24,6 +25,7 @@ from gyre.trainer.codec import Codec
 NUMBERS_GPU = 1 << 30  # at a time: the kernel counts in 32 bits
 TRIAL_BLOCKS, TRIAL_UPDATES, TRIAL_RATE = 64, 4, 1e-3
 TRIAL_BOUND = 0.02  # of a learning rate: codes at the edge between two, and the kernel's quick powers
+FOUR_BIT = "bitsandbytes.backends.cpu.ops"
 DEFAULT = 'set trainer.moments = "float32"'
 
 
@@ -32,6 +34,7 @@ class CodedUpdate:
 
     def __init__(self, device: torch.device) -> None:
         """ConfigError without the library, or where its kernel does not work on the device."""
+        logging.getLogger(FOUR_BIT).setLevel(logging.ERROR)  # misses kernels there that nobody here asks for
         try:
             from bitsandbytes import functional  # here, since it takes seconds and few runs need it
         except ImportError as error:

@@ -84,6 +84,8 @@ class TrainerConfig(Section):
 
     @model_validator(mode="after")
     def check_offloaded(self) -> TrainerConfig:
+        if len(set(self.offload_parameters)) < len(self.offload_parameters):
+            raise ValueError(f"offload_parameters = {list(self.offload_parameters)}: name each model once")
         trained = [name for name in self.offload_parameters if name in ("actor", "critic")]
         if trained and self.offload_optimizer == "none":
             raise ValueError(

@@ -2,7 +2,7 @@
 updates, the size of a cut. Out: Cuts that hold each of these numbers once. Pure. Caller: trainer.offload.
 
 Cuts lie on a grid: all begin at a multiple of BLOCK numbers, so that a codec of the state in blocks never sees half of
-one. Callers beside it: planner, for what the places on the device take.
+one. Callers beside it: planner and trainer.weight_stream, for what the places on the device take.
 """
 
 from __future__ import annotations

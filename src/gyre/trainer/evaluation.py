@@ -72,8 +72,8 @@ class Evaluator:
             wanted["old_logprobs"] = "policy"
         for column, which in wanted.items():
             if any(column not in sequence.columns for sequence in sequences):
-                component = "reference" if which == "reference" and self._reference else "actor.params"
-                with self._tenancy.on_device(component):
+                prefix = "reference" if which == "reference" and self._reference else "actor.params"
+                with self._tenancy.all_on_device(prefix):  # with its rooms, which take no place in the passes to come
                     per_token = self._logprobs(which, sequences, plan)
                 sequences = tuple(
                     replace(sequence, columns={**sequence.columns, column: values})

@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gyre.core.errors import ConfigError
 from gyre.core.records import Checkpointing, Projection, Tier
 from gyre.models.decoder import Decoder
 from gyre.models.heads import ScalarHead
 from gyre.parallel.mesh import Split
 from gyre.trainer.adamw8 import CodedUpdate
-from gyre.trainer.blocks import BLOCK
+from gyre.trainer.blocks import check_codes
 from gyre.trainer.config import TrainerConfig, refuse_cut
 from gyre.trainer.float8 import float8_projections, float8_shard, share_amaxes
 from gyre.trainer.home import Home
@@ -63,6 +62,8 @@ class Learner:
         assert weights is None or is_blank(decoder)
         if name in config.offload_parameters:
             refuse_cut(name, zero=split.zero, ranks=split.mesh.shard.size)
+        if config.moments == "8_bit":
+            check_codes(name, [tuple(parameter.shape) for parameter in decoder.parameters()])
         if split.shards_weights:
             cut_weights(decoder, split, trains=True, float8=self.float8)
         parameters = dict(decoder.named_parameters())
@@ -83,11 +84,6 @@ class Learner:
             home=self.home,
             **_update_of(config, device),
         )  # which gives a blank decoder that is not cut the storage that it computes with
-        if config.moments == "8_bit" and not self.optimizer.coded:
-            raise ConfigError(
-                f'trainer.moments = "8_bit": no matrix of the {name} has rows of whole blocks of {BLOCK} numbers',
-                hint='set trainer.moments = "float32"',
-            )
         place_constants(decoder, split.mesh.world.device)
         if weights is not None:
             self._fill(weights)

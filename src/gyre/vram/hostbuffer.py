@@ -1,6 +1,7 @@
 """Host buffer: one exact-size, page-aligned piece of host memory that really goes back to the system when released.
 
-In: a length in bytes, whether to pin it for a CUDA device. Out: a flat uint8 tensor over it. Callers: pools, diskfile.
+In: a length in bytes, whether to pin it for a CUDA device. Out: a flat uint8 tensor over it. Callers: pools, diskfile,
+trainer.
 
 Torch's own pinned allocator rounds up to a power of two and keeps what is freed, so its bytes could not be budgeted.
 """

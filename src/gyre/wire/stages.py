@@ -32,10 +32,12 @@ from gyre.parallel.config import ParallelConfig
 from gyre.parallel.mesh import shard_size
 from gyre.planner.decide import make_plan
 from gyre.planner.hardware import read_hardware
+from gyre.planner.layouts import matrix_shapes
 from gyre.planner.plan import Dtype, Hardware, ModelNumbers, Plan, PlanInputs, Shards
 from gyre.planner.shapes import model_numbers
 from gyre.runconfig import RunConfig
 from gyre.text.tokenizer import Tokenizer
+from gyre.trainer.blocks import check_codes
 from gyre.trainer.config import TrainerConfig, refuse_cut
 from gyre.wire.order import COLD_START, MAIN
 
@@ -259,6 +261,8 @@ def read_inputs(
             "computes with the actor's own weights",
             hint="take 'actor' off the list; for an offline stage set eval.num_problems = 0, or leave the rewards out",
         )
+    if stage.trainer.moments == "8_bit":
+        check_codes("model", matrix_shapes(model))
     return PlanInputs(
         model=model,
         objective=stage.objective.kind,
