@@ -58,7 +58,7 @@ TINY = replace(
 SHAPES = SPECS | {"tiny": TINY}
 OBJECTIVES: dict[str, AnyObjective] = {"sft": SftConfig(), "grpo": GrpoConfig()}
 TITAN = "torchtitan 0.2.2 on 8 H200, compiled, its best checkpointing"
-PEERS = {  # tokens/s per GPU, by shape, matmul and tokens of a sequence; shared/research/training_peers.md, section 9
+PEERS = {  # tokens/s per GPU, by shape, matmul and tokens of a sequence; by its own counters
     ("8b", "same", 8192): 9_515,
     ("8b", "fp8", 8192): 12_218,
     ("4b", "same", 65_536): 4_818,

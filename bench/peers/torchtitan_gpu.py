@@ -117,7 +117,7 @@ def versions() -> dict[str, str]:
 def measure_apart(name: str, gpus: int, folder: Path, deadline_s: float) -> dict[str, Any]:
     """One process a GPU, each the leader of a process group, none of which outlives this call."""
     if CASES[name].matmul == "fp8" and importlib.util.find_spec("torchao") is None:
-        return {"outcome": "not run", "error": "torchao cannot be imported; carry its wheel (0.17.0 for torch 2.11)"}
+        return {"outcome": "not run", "error": "torchao cannot be imported; install 0.17.0 (for torch 2.11)"}
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
