@@ -14,6 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
+from fsdp_cases import gathered_dtypes
 from rank_pool import RankPool
 from trainer_cases import whole_tensors
 from zero_cases import (
@@ -21,7 +22,6 @@ from zero_cases import (
     broken_step,
     evaluate,
     gathered,
-    gathered_dtypes,
     gradients,
     moved,
     overflowed,

@@ -6,21 +6,26 @@ import gc
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gyre.core.records import Component
 from gyre.kernels.attention import PackedLayout, varlen_attention
 from gyre.kernels.logprobs import token_logprobs
 from gyre.models.config import ShapeConfig
 from gyre.models.decoder import Decoder
 from gyre.models.init import init_weights
 from gyre.models.spec import ModelSpec, spec_from_shape
+from gyre.planner.memory import predict_components
 from gyre.planner.moments import Job
+from gyre.planner.plan import Dtype, PlanInputs
 from gyre.planner.shapes import find_shape, model_numbers
 
 CPU = torch.device("cpu")
+PAGE_BYTES = 4096  # of host memory, of which a component takes whole ones
 Attention = Callable[[Tensor, Tensor, Tensor, PackedLayout], Tensor]
 
 
@@ -106,3 +111,18 @@ def kept_bytes(
     gc.collect()
     assert loss.requires_grad
     return storages.alive_bytes()
+
+
+def assert_planned(
+    found: Sequence[Component], inputs: PlanInputs, dtype: Dtype, *, relative: float, pages: int
+) -> dict[str, Component]:
+    """A trainer's components are those that the plan has, on the same tiers, and as large within both bounds; returns
+    them by name."""
+    planned = {c.name: c for c in predict_components(inputs, dtype=dtype, page_tokens=16, kv_pages=0)}
+    by_name = {component.name: component for component in found}
+    assert planned.keys() == by_name.keys()
+    for name, component in by_name.items():
+        bound = pytest.approx(component.size_bytes, rel=relative, abs=pages * PAGE_BYTES)
+        assert planned[name].tiers == component.tiers, name
+        assert planned[name].size_bytes == bound, name
+    return by_name

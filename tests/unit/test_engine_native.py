@@ -53,21 +53,25 @@ def tiny_config(family: str) -> transformers.PretrainedConfig:
     return kinds[family]()
 
 
+def save_tiny(folder: Path, family: str, *, seed: int = 0) -> transformers.PreTrainedModel:
+    """A random model, kept in hub layout."""
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float32)
+    model.save_pretrained(folder)
+    return model
+
+
 @pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3", "windows", "all_windows"])
 def hub_folder(request, tmp_path_factory) -> Path:
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(tiny_config(request.param), dtype=torch.float32)
     folder = tmp_path_factory.mktemp(request.param)
-    model.save_pretrained(folder)
+    save_tiny(folder, request.param)
     return folder
 
 
 @pytest.fixture(scope="module")
 def qwen3(tmp_path_factory) -> Path:
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(tiny_config("qwen3"), dtype=torch.float32)
     folder = tmp_path_factory.mktemp("qwen3_only")
-    model.save_pretrained(folder)
+    save_tiny(folder, "qwen3")
     return folder
 
 
@@ -141,15 +145,22 @@ def tokens_of(results: list[tuple[Completion, ...]]) -> dict[str, list[list[int]
     return {parts[0].request_id: [part.tokens.tolist() for part in parts] for parts in results}
 
 
+def by_transformers(model: transformers.PreTrainedModel, requests: list[Request]) -> dict[str, list[list[int]]]:
+    """Greedy completions, one request at a time."""
+    found = {}
+    for request in requests:
+        ids = torch.tensor(request.tokens[None], dtype=torch.int64)
+        count = request.sampling.max_tokens
+        with torch.no_grad():
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
+        found[request.request_id] = [out[0, len(request.tokens) :].tolist()]
+    return found
+
+
 def test_greedy_equals_transformers(hub_folder: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(hub_folder, dtype=torch.float32)
     requests = make_requests(6)
-    expected = {}
-    for request in requests:
-        ids = torch.tensor(request.tokens[None], dtype=torch.int64)
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
-        expected[request.request_id] = [out[0, len(request.tokens) :].tolist()]
-    assert tokens_of(run(hub_folder, requests)) == expected
+    assert tokens_of(run(hub_folder, requests)) == by_transformers(model, requests)
 
 
 MIXES: dict[str, Callable[[Path, list[Request]], list[tuple[Completion, ...]]]] = {
@@ -482,17 +493,10 @@ def test_non_finite_logits_end_the_request_and_poison_nobody(qwen3: Path) -> Non
 
 def test_windows_hold_in_long_prompts_however_they_are_cut(tmp_path: Path) -> None:
     """Whole prompts go through the fused attention, chunks through the products; transformers has the last word."""
-    torch.manual_seed(1)
-    model = transformers.AutoModelForCausalLM.from_config(tiny_config("windows"), dtype=torch.float32)
-    model.save_pretrained(tmp_path)
+    model = save_tiny(tmp_path, "windows", seed=1)
     requests = make_requests(2, seed=2, high=400, max_tokens=6)
     requests = [replace(request, tokens=np.resize(request.tokens, 200 + 20 * i)) for i, request in enumerate(requests)]
-    expected = {}
-    for request in requests:
-        ids = torch.tensor(request.tokens[None], dtype=torch.int64)
-        with torch.no_grad():
-            whole = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
-        expected[request.request_id] = [whole[0, ids.shape[1] :].tolist()]
+    expected = by_transformers(model, requests)
     for budget in (1024, 150, 32):
         assert tokens_of(run(tmp_path, requests, token_budget=budget)) == expected
 
@@ -500,15 +504,9 @@ def test_windows_hold_in_long_prompts_however_they_are_cut(tmp_path: Path) -> No
 def test_windows_decode_in_pages_that_were_given_back(tmp_path: Path) -> None:
     """Four sequences of up to 80 tokens, 80 pages at full length, run in 30: each gives back what it sees no more, and
     others write there meanwhile."""
-    torch.manual_seed(1)
-    model = transformers.AutoModelForCausalLM.from_config(tiny_config("all_windows"), dtype=torch.float32)
-    model.save_pretrained(tmp_path)
+    model = save_tiny(tmp_path, "all_windows", seed=1)
     requests = make_requests(4, high=20, max_tokens=60)
-    expected = {}
-    for request in requests:
-        ids = torch.tensor(request.tokens[None], dtype=torch.int64)
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=60, do_sample=False)
-        expected[request.request_id] = [out[0, len(request.tokens) :].tolist()]
+    expected = by_transformers(model, requests)
     for config in ({}, {"prefix_cache": False, "overlap": True}):
         results, stats = run_with_stats(tmp_path, requests, num_pages=30, page_tokens=4, token_budget=16, **config)
         assert stats.preemptions == 0 and tokens_of(results) == expected

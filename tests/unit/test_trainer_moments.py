@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planner_cases import assert_planned
 from saver_cases import saver_on
 from torch import Tensor
 from trainer_cases import CPU, assert_bits_equal, make_batch, make_trainer, saved_tensors, weights_of, whole_tensors
@@ -21,7 +22,7 @@ from gyre.core.records import TrainBatch, TrainSequence
 from gyre.parallel.group import alone
 from gyre.parallel.mesh import make_mesh
 from gyre.planner.layouts import Layout, coded_parameters, state_bytes
-from gyre.planner.memory import predict_components, staging_bytes
+from gyre.planner.memory import staging_bytes
 from gyre.planner.plan import PlanInputs
 from gyre.planner.shapes import model_numbers
 from gyre.trainer import adamw8
@@ -302,12 +303,7 @@ def test_the_planner_knows_the_bytes(tmp_path, how, dtype):
         disk_tier=True,
         **settings,
     )
-    planned = {c.name: c for c in predict_components(inputs, dtype=dtype, page_tokens=16, kv_pages=0)}
-    found = {component.name: component for component in trainer.components()}
-    assert planned.keys() == found.keys()
-    for name, component in found.items():
-        assert planned[name].tiers == component.tiers, name
-        assert planned[name].size_bytes == pytest.approx(component.size_bytes, rel=0.01, abs=6 * 4096), name
+    found = assert_planned(trainer.components(), inputs, dtype, relative=0.01, pages=6)
     count, coded = model_numbers(BLOCKS).num_parameters, coded_parameters(model_numbers(BLOCKS), "8_bit")
     optimizer = found["actor.optimizer"].size_bytes
     assert optimizer == pytest.approx(8 * (count - coded) + (2 + 8 / BLOCK) * coded, rel=0.01, abs=6 * 4096)

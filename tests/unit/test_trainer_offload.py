@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planner_cases import assert_planned
 from trainer_cases import (
     CPU,
     assert_bits_equal,
@@ -24,7 +25,6 @@ from trainer_cases import (
 from zero_cases import AWAY, equal_away
 
 from gyre.core.errors import ConfigError, DeadlineError, InputError, MemoryBudgetError, SnapshotError
-from gyre.planner.memory import predict_components
 from gyre.planner.plan import PlanInputs
 from gyre.planner.shapes import model_numbers
 from gyre.trainer import offload
@@ -101,12 +101,7 @@ def test_the_planner_knows_what_is_where(tmp_path, how, dtype) -> None:
         offload_gradients=AWAY[how].get("offload_gradients", False),
         offload_cut_bytes=SMALL["offload_cut_bytes"],
     )
-    planned = {c.name: c for c in predict_components(inputs, dtype=dtype, page_tokens=16, kv_pages=0)}
-    found = {component.name: component for component in trainer.components()}
-    assert planned.keys() == found.keys()
-    for name, component in found.items():
-        assert planned[name].tiers == component.tiers, name
-        assert planned[name].size_bytes == pytest.approx(component.size_bytes, rel=0.05, abs=2 * 4096), name
+    assert_planned(trainer.components(), inputs, dtype, relative=0.05, pages=2)
     trainer._close()
 
 

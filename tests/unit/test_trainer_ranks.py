@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from fsdp_cases import freed_between_passes, gathered_dtypes, order_of_collectives
 from planner_cases import make_job
 from trainer_cases import OBJECTIVES, SPEC, whole_tensors
 from zero_cases import (
@@ -20,14 +21,11 @@ from zero_cases import (
     equal_away,
     evaluate,
     exported,
-    freed_between_passes,
     gathered,
-    gathered_dtypes,
     gradients,
     held_bytes,
     measures,
     moved,
-    order_of_collectives,
     overflowed,
     refused_mixture,
     resume,

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from planner_cases import assert_planned
 from rank_pool import RankPool
 from trainer_cases import CPU, assert_bits_equal, make_batch, make_trainer, saved_tensors, weights_of, whole_tensors
 from weight_cases import ALL, SMALL, equal_weights_away, gathered_by_parts, refused
 from zero_cases import DEEP, batch_for, decoder_on, scored_model, trainer_on
 
-from gyre.planner.memory import predict_components
 from gyre.planner.plan import PlanInputs
 from gyre.planner.shapes import model_numbers
 from gyre.trainer.config import TrainerConfig
@@ -162,12 +162,7 @@ def test_the_planner_knows_what_is_where(models, dtype) -> None:
         offload_parameters=models,
         offload_cut_bytes=SMALL["offload_cut_bytes"],
     )
-    planned = {c.name: c for c in predict_components(inputs, dtype=dtype, page_tokens=16, kv_pages=0)}
-    found = {component.name: component for component in trainer.components()}
-    assert planned.keys() == found.keys()
-    for name, component in found.items():
-        assert planned[name].tiers == component.tiers, name
-        assert planned[name].size_bytes == pytest.approx(component.size_bytes, rel=0.05, abs=2 * 4096), name
+    assert_planned(trainer.components(), inputs, dtype, relative=0.05, pages=2)
 
 
 def test_phases_keep_rooms_only_and_bytes_are_counted_once() -> None:

@@ -32,8 +32,6 @@ from gyre.parallel.devices import DeviceRecord, refuse_mixture
 from gyre.parallel.group import Group, alone
 from gyre.trainer.native import NativeTrainer
 from gyre.trainer.optim_sharded import SlicedOptimizer
-from gyre.trainer.parallelise import sharded_parts
-from gyre.trainer.passes import chunk_logprobs
 from gyre.trainer.update import collect_gradients
 from gyre.weights.gather import ShardSource, gather_runs
 
@@ -360,19 +358,6 @@ def with_a_bad_number(group: Group | None, kind: str, **settings: Any) -> tuple[
     return updates, [name for name, _ in events if name not in OF_THE_MACHINE], same
 
 
-def gathered_dtypes(group: Group, matmul: str) -> tuple[list[str], list[str], int]:
-    """What FSDP2 exchanges of a layer: dtypes after a step and after the next; and bytes of the whole layer."""
-    trainer, found = trainer_on(group, "sft", layout="zero3", dtype="bfloat16", matmul=matmul), []
-    layer = trainer._models.actor.decoder.layers[0]
-    inputs: list[torch.Tensor] = []
-    for step in range(2):
-        trainer.step_now(batch_for(8, seed=step))
-        parameters = layer._get_fsdp_state()._fsdp_param_group.fsdp_params
-        inputs = [tensor for parameter in parameters for tensor in parameter.all_gather_inputs]
-        found.append([str(tensor.dtype).removeprefix("torch.") for tensor in inputs])
-    return *found, sum(t.nbytes for t in inputs) * group.size
-
-
 def overflowed(group: Group | None, **settings: Any) -> tuple[list[Any], dict[str, np.ndarray]]:
     """Steps in float16, the second with an advantage whose gradient is beyond its range; what a snapshot holds."""
     trainer, reports = trainer_on(group, "grpo", dtype="float16", **settings), []
@@ -381,46 +366,6 @@ def overflowed(group: Group | None, **settings: Any) -> tuple[list[Any], dict[st
         batch.sequences[3].columns["advantages"][-1] *= 1e9 if step == 1 else 1.0
         reports.append(trainer.step_now(batch))
     return [(r.num_updates, r.metrics["loss_scale"], r.metrics.get("grad_norm")) for r in reports], whole(trainer)
-
-
-def freed_between_passes(group: Group) -> tuple[list[int], list[int], bool]:
-    """Bytes under each layer's gathered weights as its forward pass sees them, and when the forward pass of all layers
-    is over; and whether backward then gave a gradient. What backward saved is those weights."""
-    trainer = trainer_on(group, "sft", layout="zero3")
-    decoder, seen = trainer._models.actor.decoder, []
-    for layer in decoder.layers:
-        layer.register_forward_pre_hook(lambda layer, _: seen.append(layer.qkv.weight))
-    (update,) = trainer._evaluator.complete(batch_for(8, seed=0))[1].updates
-    logprobs_N, _ = chunk_logprobs(decoder, update.chunks[0])
-    during = [weight.numel() * weight.element_size() for weight in seen]
-    after = [weight.untyped_storage().nbytes() for weight in seen]
-    logprobs_N.sum().backward()
-    return during, after, bool(trainer._models.actor.optimizer.grad_N.any())
-
-
-def order_of_collectives(group: Group, spec: str) -> list[str]:
-    """FSDP2's of a step, by the module that they are of."""
-    trainer, told = trainer_on(group, "sft", layout="zero3", spec=spec), []
-    decoder = trainer._models.actor.decoder
-    names = {module: name or "root" for name, module in decoder.named_modules()}
-    for module in sharded_parts(decoder):
-        state = module._get_fsdp_state()._fsdp_param_group
-        for kind, comm in (("gather", state._all_gather_comm), ("sum", state._reduce_scatter_comm)):
-            comm._run = noting(told, f"{kind} {names[module]}", comm._run)
-    (update,) = trainer._evaluator.complete(batch_for(8, seed=0))[1].updates
-    told.clear()
-    logprobs_N, _ = chunk_logprobs(decoder, update.chunks[0])
-    told.append("loss")
-    logprobs_N.sum().backward()
-    return told
-
-
-def noting(told: list[str], name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        told.append(name)
-        return run(*args, **kwargs)
-
-    return noted
 
 
 BIG = replace(SPEC, vocab_size=4000, hidden_size=128, mlp_size=512, tied=False)

@@ -1,0 +1,66 @@
+"""Cases of what FSDP2 exchanges and frees, for trainers on several ranks, as zero_cases.py has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from zero_cases import batch_for, trainer_on
+
+from gyre.parallel.group import Group
+from gyre.trainer.parallelise import sharded_parts
+from gyre.trainer.passes import chunk_logprobs
+
+
+def gathered_dtypes(group: Group, matmul: str) -> tuple[list[str], list[str], int]:
+    """What FSDP2 exchanges of a layer: dtypes after a step and after the next; and bytes of the whole layer."""
+    trainer, found = trainer_on(group, "sft", layout="zero3", dtype="bfloat16", matmul=matmul), []
+    layer = trainer._models.actor.decoder.layers[0]
+    inputs: list[torch.Tensor] = []
+    for step in range(2):
+        trainer.step_now(batch_for(8, seed=step))
+        parameters = layer._get_fsdp_state()._fsdp_param_group.fsdp_params
+        inputs = [tensor for parameter in parameters for tensor in parameter.all_gather_inputs]
+        found.append([str(tensor.dtype).removeprefix("torch.") for tensor in inputs])
+    return *found, sum(t.nbytes for t in inputs) * group.size
+
+
+def freed_between_passes(group: Group) -> tuple[list[int], list[int], bool]:
+    """Bytes under each layer's gathered weights as its forward pass sees them, and when the forward pass of all layers
+    is over; and whether backward then gave a gradient. What backward saved is those weights."""
+    trainer = trainer_on(group, "sft", layout="zero3")
+    decoder, seen = trainer._models.actor.decoder, []
+    for layer in decoder.layers:
+        layer.register_forward_pre_hook(lambda layer, _: seen.append(layer.qkv.weight))
+    (update,) = trainer._evaluator.complete(batch_for(8, seed=0))[1].updates
+    logprobs_N, _ = chunk_logprobs(decoder, update.chunks[0])
+    during = [weight.numel() * weight.element_size() for weight in seen]
+    after = [weight.untyped_storage().nbytes() for weight in seen]
+    logprobs_N.sum().backward()
+    return during, after, bool(trainer._models.actor.optimizer.grad_N.any())
+
+
+def order_of_collectives(group: Group, spec: str) -> list[str]:
+    """FSDP2's of a step, by the module that they are of."""
+    trainer, told = trainer_on(group, "sft", layout="zero3", spec=spec), []
+    decoder = trainer._models.actor.decoder
+    names = {module: name or "root" for name, module in decoder.named_modules()}
+    for module in sharded_parts(decoder):
+        state = module._get_fsdp_state()._fsdp_param_group
+        for kind, comm in (("gather", state._all_gather_comm), ("sum", state._reduce_scatter_comm)):
+            comm._run = noting(told, f"{kind} {names[module]}", comm._run)
+    (update,) = trainer._evaluator.complete(batch_for(8, seed=0))[1].updates
+    told.clear()
+    logprobs_N, _ = chunk_logprobs(decoder, update.chunks[0])
+    told.append("loss")
+    logprobs_N.sum().backward()
+    return told
+
+
+def noting(told: list[str], name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        told.append(name)
+        return run(*args, **kwargs)
+
+    return noted
