@@ -48,7 +48,7 @@ def pool(name: str, size_mib: int, folder: Path, device: torch.device, tiers=("d
 
 
 def free_bytes(device: torch.device) -> int:
-    give_back(device)
+    give_back(device, collect=True)
     return read_device(device).free_bytes
 
 
@@ -118,7 +118,7 @@ def test_a_reload_that_does_not_fit_keeps_the_host_copy(tmp_path: Path, device) 
     assert moved.tier == "host"
     assert moved.measure().device_bytes == 0
     del filler
-    give_back(device)
+    give_back(device, collect=True)
     moved.move("device")
     assert moved.measure().device_bytes == moved.size_bytes
 
@@ -200,7 +200,7 @@ def test_predicted_activations_cover_the_real_peak(device) -> None:
         token_logprobs(hidden_TE, decoder.head_weight, tokens_T, ones_T)[0].sum().backward()
 
     run()  # workspaces and lazily loaded kernels are made here
-    give_back(device)
+    give_back(device, collect=True)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     run()

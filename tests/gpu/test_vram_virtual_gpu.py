@@ -51,7 +51,7 @@ def driver(device: torch.device) -> Driver:
 
 
 def free_bytes(device: torch.device) -> int:
-    give_back(device)
+    give_back(device, collect=True)
     return torch.cuda.mem_get_info(device)[0]
 
 
