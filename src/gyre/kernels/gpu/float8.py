@@ -67,20 +67,20 @@ def _largest(x_ptr, amax_ptr, count, BLOCK: tl.constexpr, STEPS: tl.constexpr):
     found = tl.zeros([BLOCK], tl.float32)
     for step in range(STEPS):
         at = offs + step * BLOCK
-        found = larger(found, tl.load(x_ptr + at, mask=at < count, other=0.0))
+        found = tl.maximum(found, sizes(tl.load(x_ptr + at, mask=at < count, other=0.0)))
     raise_to(amax_ptr, found)
 
 
 @triton.jit
-def larger(found, x):
-    """|x| where that is larger, else `found`: NaN never is, and rounded it is NaN whatever the scale."""
+def sizes(x):
+    """|x|, or 0 of what is no number: in 8 bits it is none either, whatever the scale."""
     size = tl.abs(x.to(tl.float32))
-    return tl.where(size > found, size, found)
+    return tl.where(size == size, size, 0.0)
 
 
 @triton.jit
 def raise_to(amax_ptr, found):
-    """Numbers of at least 0 lie in the order of their bits. Nobody reads the cell before the kernel ends: no fences."""
+    """Raise the cell to the largest of these sizes. Nobody reads it before the kernel ends, so nothing is fenced."""
     tl.atomic_max(amax_ptr, tl.max(found), sem="relaxed")
 
 

@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gyre.kernels.float8 import Amax
-from gyre.kernels.gpu.float8 import larger, raise_to
+from gyre.kernels.gpu.float8 import raise_to, sizes
 from gyre.kernels.gpu.token_logprobs import block_statistics, logits_gradient
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -189,7 +189,7 @@ def _norm(
     tl.store(out_ptr + first + offs, scaled, mask=inside)
     tl.store(rstd_ptr + row, rstd)
     if AMAX:
-        raise_to(amax_ptr, larger(tl.zeros([BLOCK], tl.float32), scaled))
+        raise_to(amax_ptr, sizes(scaled))
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -201,7 +201,9 @@ def _norm_backward(
     program, programs, offs = tl.program_id(0), tl.num_programs(0), tl.arange(0, BLOCK)
     inside = offs < E
     weight = tl.load(weight_ptr + offs, mask=inside, other=0.0).to(tl.float32)
-    acc, found = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    acc = tl.zeros([BLOCK], tl.float32)
+    if AMAX:  # of eight neighbours, which one thread holds: all of a row would take a fifth more registers
+        found = tl.zeros([BLOCK // 8], tl.float32)
     at = program.to(tl.int64) * E + offs
     for row in tl.range(program, num_rows, programs):
         grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
@@ -216,7 +218,7 @@ def _norm_backward(
         rounded = total.to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + at, rounded, mask=inside)
         if AMAX:
-            found = larger(found, rounded)
+            found = tl.maximum(found, tl.max(tl.reshape(sizes(rounded), [BLOCK // 8, 8]), 1))
         at += programs.to(tl.int64) * E
     tl.store(partial_ptr + program * E + offs, acc, mask=inside)
     if AMAX:
@@ -305,7 +307,7 @@ def _heads_backward(
         tl.store(out_ptr + place, rounded_1, mask=mask)
         tl.store(out_ptr + place + F, rounded_2, mask=mask)
         if AMAX:
-            found = larger(larger(found, rounded_1), rounded_2)
+            found = tl.maximum(found, tl.maximum(sizes(rounded_1), sizes(rounded_2)))
     if AMAX:
         raise_to(amax_ptr, found)
     if NORM:
@@ -325,7 +327,7 @@ def _silu(gate_up_ptr, out_ptr, amax_ptr, M: tl.constexpr, BLOCK: tl.constexpr, 
     product = (activated * up.to(tl.float32)).to(gate.dtype)
     tl.store(out_ptr + token * M + offs, product, mask=inside)
     if AMAX:
-        raise_to(amax_ptr, larger(tl.zeros([BLOCK], tl.float32), product))
+        raise_to(amax_ptr, sizes(product))
 
 
 @triton.jit
@@ -342,9 +344,11 @@ def _silu_backward(
     gain = 1.0 / (1.0 + tl.exp(-gate))
     activated = gate * gain
     grad_gate = (wide * up * (gain * (1.0 + gate * (1.0 - gain)))).to(kind)
-    grad_up = (wide * activated).to(kind)
-    tl.store(out_ptr + at, grad_gate, mask=inside)
-    tl.store(out_ptr + at + M, grad_up, mask=inside)
     if AMAX:
-        raise_to(amax_ptr, larger(larger(tl.zeros([BLOCK], tl.float32), grad_gate), grad_up))
+        found = sizes(grad_gate)
+    tl.store(out_ptr + at, grad_gate, mask=inside)
+    grad_up = (wide * activated).to(kind)
+    if AMAX:
+        raise_to(amax_ptr, tl.maximum(found, sizes(grad_up)))
+    tl.store(out_ptr + at + M, grad_up, mask=inside)
     tl.store(grad_ptr + token * M + offs, (activated.to(kind).to(tl.float32) * up).to(kind), mask=inside)
