@@ -10,7 +10,7 @@ shows only that it runs.
 
 A step takes as long as its slowest rank, from a barrier to the end of the device's work; the median of the steps
 counts. MFU and its limit are those of bench/train.py. Exposed communication is the part of a traced step in which
-kernels of NCCL ran and no other did.
+kernels of NCCL ran and no other did; `wait_ms` is what the trainer itself says of the steps that are not traced.
 """
 
 # N numbers of a run
@@ -34,7 +34,7 @@ from pydantic import Field, ValidationError
 from torch.profiler import ProfilerActivity, profile
 
 from gyre.core.config import Section
-from gyre.core.records import Checkpointing, Matmul, TrainBatch, TrainSequence
+from gyre.core.records import Checkpointing, Matmul, StepReport, TrainBatch, TrainSequence
 from gyre.models.decoder import Decoder
 from gyre.models.flops import forward_flops
 from gyre.models.spec import ModelSpec
@@ -217,9 +217,9 @@ def measure(group: Group, tell: Tell, row: Row, steps: int, budget_s: float) -> 
     tell({"row": row.name, "warm_s": round(time.monotonic() - began_s, 1)})
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    times_s: list[float] = []
+    times_s, waits_s = [], []
     while len(times_s) < steps:
-        times_s.append(timed(group, functools.partial(trainer.step_now, batch)))
+        times_s.append(timed(group, lambda: waits_s.append(wait_of(trainer.step_now(batch)))))
         if max(group.share(time.monotonic() - began_s)) > budget_s:
             break
     step_s = statistics.median(times_s)
@@ -227,6 +227,7 @@ def measure(group: Group, tell: Tell, row: Row, steps: int, budget_s: float) -> 
         "tokens_per_s": round(row.step_tokens / step_s, 1),
         "mfu": round(step_flops(row) / step_s / PEAK_FLOPS, 4) if device.type == "cuda" else None,
         "step_ms": [round(seconds * 1e3, 2) for seconds in times_s],
+        "wait_ms": [round(seconds * 1e3, 2) for seconds in waits_s],
         **memory(group, trainer),
         "predicted_gib": predicted_gib(row, group),
     }
@@ -235,6 +236,11 @@ def measure(group: Group, tell: Tell, row: Row, steps: int, budget_s: float) -> 
     kernels = {kind: fields for kind, fields in events if kind.startswith("trainer.")}
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return {**found, "kernels": kernels, "device": name}
+
+
+def wait_of(report: StepReport) -> float:
+    """Seconds that the rank waited longest for collectives, by the trainer's own clock; 0 on one rank."""
+    return report.measured.get("communication_wait_seconds", 0.0)
 
 
 def make_trainer(group: Group, row: Row, events: list, decoder: Decoder | None = None) -> NativeTrainer:
