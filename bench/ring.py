@@ -31,6 +31,7 @@ def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("--config", type=Path, default=CONFIGS / "arith_grpo_1gpu.toml")
     options.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    options.add_argument("--label", default="", help="behind the record's name, for a run with --set")
     options.add_argument("--read", type=Path, help="a run's folder: read what it told so far, and train nothing")
     args = options.parse_args()
     if args.record:
@@ -42,7 +43,7 @@ def main() -> None:
         detail, told = run(args)
     say(
         args,
-        name=f"ring_{args.config.stem}_{torch.cuda.device_count()}x",
+        name="_".join(filter(None, ("ring", args.config.stem, f"{torch.cuda.device_count()}x", args.label))),
         unit="s",
         ours=detail["median_step_s"],
         peer=None,
@@ -150,16 +151,20 @@ def gates(rows: list[dict[str, Any]]) -> dict[str, dict[str, list[int]]]:
 
 
 def boundaries(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Device bytes at the boundaries of each phase over the run, of all workers: owners by the ledger, and what no
-    owner holds."""
-    found: dict[str, Any] = {}
+    """Device bytes over the run, of all workers: as a phase begins, of owners by the ledger and of no owner; at most
+    while it lasts, planned and measured."""
+    found: dict[str, dict[str, list[int]]] = {}
     for row in rows:
         if row["kind"] == "memory":
-            entry = found.setdefault(row["phase"], {"owned": [], "unowned": [], "free": [], "peak": []})
-            entry["owned"].append(sum(tiers["device"] for tiers in row["owners"].values()))
-            entry["unowned"].append(row["unowned_bytes"])
-            entry["free"].append(row["device_free_bytes"])
-            entry["peak"].append(row["device_peak_bytes"])
+            told = {
+                "owned": sum(tiers["device"] for tiers in row["owners"].values()),
+                "unowned": row["unowned_bytes"],
+                "free": row["device_free_bytes"],
+                "planned_peak": row["planned_peak_device_bytes"],
+            }
+            for name, size in told.items():
+                found.setdefault(row["phase"], {}).setdefault(name, []).append(size)
+            found.setdefault(row["left"], {}).setdefault("peak", []).append(row["device_peak_bytes"])
     return {
         phase: {name: [min(values), max(values)] for name, values in entry.items()} for phase, entry in found.items()
     }

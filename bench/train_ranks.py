@@ -3,13 +3,14 @@ ranks, clipping, AdamW), one process per GPU. In: rows to measure. Out: tokens/s
 communication, time by part, row by row as they come.
 Run: python bench/train_ranks.py --gpus 4 --rows 8b:none:same:8192 4b:selective:same:65536:grpo --record
 
-A row is SHAPE:CHECKPOINTING:MATMUL:TOKENS, TOKENS of each rank, and then any of: sft (as without) or grpo, zero=0 to 3
-(without: 3), sequence=TOKENS (all in one), layers=N (all that the shape has). A row that fails or is late loses no
-other. With --device cpu and the shape "tiny" everything runs over gloo, which shows only that it runs.
+A row is SHAPE:CHECKPOINTING:MATMUL:TOKENS, TOKENS of a chunk of each rank, and then any of: sft (as without) or grpo,
+zero=0 to 3 (without: 3), sequence=TOKENS (all in one), chunks=N of an update (one), layers=N (all that the shape has).
+A row that fails or is late loses no other. With --device cpu and the shape "tiny" everything runs over gloo, which
+shows only that it runs.
 
 A step takes as long as its slowest rank, from a barrier to the end of the device's work; the median of the steps
 counts. MFU and its limit are those of bench/train.py. Exposed communication is the part of a traced step in which
-kernels of NCCL ran and no other did.
+kernels of NCCL ran and no other did; `wait_ms` is what the trainer itself says of the steps that are not traced.
 """
 
 # N numbers of a run
@@ -33,7 +34,7 @@ from pydantic import Field, ValidationError
 from torch.profiler import ProfilerActivity, profile
 
 from gyre.core.config import Section
-from gyre.core.records import Checkpointing, Matmul, TrainBatch, TrainSequence
+from gyre.core.records import Checkpointing, Matmul, StepReport, TrainBatch, TrainSequence
 from gyre.models.decoder import Decoder
 from gyre.models.flops import forward_flops
 from gyre.models.spec import ModelSpec
@@ -74,10 +75,11 @@ class Row(Section):
     shape: Literal["tiny", "0.6b", "4b", "8b"]
     checkpointing: Checkpointing
     matmul: Matmul
-    tokens: int = Field(ge=16)  # of each rank
+    tokens: int = Field(ge=16)  # of a chunk of each rank
     objective: Literal["sft", "grpo"] = "sft"
     zero: Zero = 3
     sequence: int = Field(default=0, ge=0)  # tokens of each; 0: all in one
+    chunks: int = Field(default=1, ge=1)  # of each rank in an update
     layers: int = Field(default=0, ge=0)  # 0: all
 
     @property
@@ -89,13 +91,19 @@ class Row(Section):
     def lengths(self) -> list[int]:
         """Of one rank's sequences."""
         length = self.sequence or self.tokens
-        return [length] * (self.tokens // length)
+        return [length] * (self.tokens // length * self.chunks)
+
+    @property
+    def step_tokens(self) -> int:
+        """Of each rank."""
+        return self.tokens * self.chunks
 
     @property
     def name(self) -> str:
         """For a file."""
         parts = [self.shape.replace(".", "_"), self.tokens, self.checkpointing, self.matmul, self.objective]
         parts += [f"zero{self.zero}"] + ([f"by{self.sequence}"] if self.sequence else [])
+        parts += [f"{self.chunks}chunks"] if self.chunks > 1 else []
         return "_".join(str(part) for part in parts + ([f"{self.layers}layers"] if self.layers else []))
 
 
@@ -156,7 +164,7 @@ def main() -> None:
 
 
 def report(args: argparse.Namespace, row: Row, found: dict[str, Any]) -> None:
-    limit = (FP8_FLOPS if row.matmul == "fp8" else MATMUL_FLOPS) / (step_flops(row) / row.tokens)
+    limit = (FP8_FLOPS if row.matmul == "fp8" else MATMUL_FLOPS) / (step_flops(row) / row.step_tokens)
     say(
         args,
         name=f"train_{args.gpus}x_{row.name}",
@@ -209,16 +217,17 @@ def measure(group: Group, tell: Tell, row: Row, steps: int, budget_s: float) -> 
     tell({"row": row.name, "warm_s": round(time.monotonic() - began_s, 1)})
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    times_s: list[float] = []
+    times_s, waits_s = [], []
     while len(times_s) < steps:
-        times_s.append(timed(group, functools.partial(trainer.step_now, batch)))
+        times_s.append(timed(group, lambda: waits_s.append(wait_of(trainer.step_now(batch)))))
         if max(group.share(time.monotonic() - began_s)) > budget_s:
             break
     step_s = statistics.median(times_s)
     found = {
-        "tokens_per_s": round(row.tokens / step_s, 1),
+        "tokens_per_s": round(row.step_tokens / step_s, 1),
         "mfu": round(step_flops(row) / step_s / PEAK_FLOPS, 4) if device.type == "cuda" else None,
         "step_ms": [round(seconds * 1e3, 2) for seconds in times_s],
+        "wait_ms": [round(seconds * 1e3, 2) for seconds in waits_s],
         **memory(group, trainer),
         "predicted_gib": predicted_gib(row, group),
     }
@@ -227,6 +236,11 @@ def measure(group: Group, tell: Tell, row: Row, steps: int, budget_s: float) -> 
     kernels = {kind: fields for kind, fields in events if kind.startswith("trainer.")}
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return {**found, "kernels": kernels, "device": name}
+
+
+def wait_of(report: StepReport) -> float:
+    """Seconds that the rank waited longest for collectives, by the trainer's own clock; 0 on one rank."""
+    return report.measured.get("communication_wait_seconds", 0.0)
 
 
 def make_trainer(group: Group, row: Row, events: list, decoder: Decoder | None = None) -> NativeTrainer:
@@ -304,7 +318,7 @@ def predicted_gib(row: Row, group: Group) -> dict[str, float]:
         offload_optimizer="none",
         offload_gradients=False,
     )
-    tokens, length = row.tokens * group.size, row.lengths[0]
+    tokens, length = row.step_tokens * group.size, row.lengths[0]
     job = Job(
         model=model_numbers(row.spec),
         dtype="bfloat16",

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from gyre.core.records import Request, Sampling
+from gyre.engine.attention import KvPool
 from gyre.engine.config import EngineConfig
+from gyre.engine.host_kv import HostKv
 from gyre.engine.native import NativeEngine
 from gyre.engine.streams import collect
 from gyre.kernels import reference
@@ -175,3 +177,21 @@ def test_kv_pages_leave_the_device_and_come_back() -> None:
                 assert (await collect(engine.submit(request)))[0].tokens.tolist() == before
 
     asyncio.run(main())
+
+
+def test_swapped_pages_lie_in_pinned_memory_and_come_back_to_the_bit() -> None:
+    pool = KvPool(
+        num_layers=3, num_pages=200, num_kv_heads=2, page_tokens=16, head_dim=32, device=torch.device("cuda"),
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    host = HostKv(pool, 150, name="engine.kv_host")
+    assert host._buffer.bytes.is_pinned()
+    rng = np.random.default_rng(0)
+    pages, slots = 1 + rng.permutation(200)[:130], rng.permutation(150)[:130]
+    pool.tensor.normal_()
+    want = pool.tensor[:, pages].clone()
+    host.copy_out(pages, slots)
+    pool.tensor.fill_(torch.nan)
+    elsewhere = 1 + rng.permutation(200)[:130]
+    host.copy_in(slots, elsewhere)
+    assert torch.equal(pool.tensor[:, elsewhere], want)

@@ -14,7 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
-from fsdp_cases import gathered_dtypes
+from fsdp_cases import gathered_dtypes, waited_for_a_late_device
 from rank_pool import RankPool
 from trainer_cases import whole_tensors
 from zero_cases import (
@@ -66,6 +66,13 @@ def test_gradients_equal_one_gpu(ranks, layout, dtype, relative):
     assert_close(results[0][0], expected, relative=relative)
     assert all(result[1] == results[0][1] for result in results)
     assert results[0][1] == pytest.approx(norms, rel=relative)
+
+
+@pytest.mark.parametrize("layout", ["zero1", "zero2", "zero3"])
+def test_waits_for_a_late_gpu_are_told(ranks, layout):
+    """Beside the computation too, where FSDP2 waits for its own collectives."""
+    usual_s, late_s = ranks.run(waited_for_a_late_device, layout)[0]
+    assert 0.0 < usual_s < 0.2 and 0.3 < late_s - usual_s < 1.0, (usual_s, late_s)
 
 
 @pytest.mark.skipif(NUM_GPUS and torch.cuda.get_device_capability() < CAPABILITY, reason="multiplies no 8-bit floats")

@@ -9,6 +9,8 @@ import torch
 from zero_cases import batch_for, trainer_on
 
 from gyre.parallel.group import Group
+from gyre.trainer import fsdp
+from gyre.trainer.exposed import Exposed
 from gyre.trainer.parallelise import sharded_parts
 from gyre.trainer.passes import chunk_logprobs
 
@@ -64,3 +66,58 @@ def noting(told: list[str], name: str, run: Callable[..., Any]) -> Callable[...,
         return run(*args, **kwargs)
 
     return noted
+
+
+class Numbered:
+    """A lane whose marks are places in a log that all lanes share."""
+
+    def __init__(self, told: list[str], name: str) -> None:
+        self._told, self._name = told, name
+
+    def mark(self) -> Any:
+        self._told.append(self._name)
+        return len(self._told) - 1
+
+
+class Pairs:
+    """Of marks, as a Traffic is told them."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[int, int]] = []
+
+    def awaited(self, reached: Any, done: Any) -> None:
+        self.found.append((reached, done))
+
+
+def waits(group: Group, layout: str, spec: str) -> tuple[list[str], list[tuple[int, int]]]:
+    """FSDP2's collectives of a chunk and the marks around them, as on a GPU; which marks are the two ends of a wait."""
+    told, pairs = [], Pairs()
+    kept, computing = fsdp.make_exposed, Numbered(told, "computing")
+    fsdp.make_exposed = lambda *_: Exposed(pairs, computing, lambda: Numbered(told, "beside"))  # pyright: ignore
+    try:
+        trainer = trainer_on(group, "sft", layout=layout, spec=spec)
+    finally:
+        fsdp.make_exposed = kept
+    decoder = trainer._models.actor.decoder
+    names = {module: name or "root" for name, module in decoder.named_modules()}
+    for module in sharded_parts(decoder):
+        state = module._get_fsdp_state()._fsdp_param_group
+        for kind, comm in (("gather", state._all_gather_comm), ("sum", state._reduce_scatter_comm)):
+            comm._run = noting(told, f"{kind} {names[module]}", comm._run)
+    (update,) = trainer._evaluator.complete(batch_for(8, seed=0))[1].updates
+    told.clear()
+    chunk_logprobs(decoder, update.chunks[0])[0].sum().backward()
+    return told, pairs.found
+
+
+def waited_for_a_late_device(group: Group, layout: str) -> tuple[float, float]:
+    """Seconds of a step as the trainer says them, that all ranks are told: the longest wait, without and with one
+    device that begins about half a second late."""
+    trainer = trainer_on(group, "sft", layout=layout, dtype="bfloat16")
+    trainer.step_now(batch_for(8, seed=0))
+    found = []
+    for cycles in (0, 10**9):
+        if cycles and group.rank == 1:
+            torch.cuda._sleep(cycles)
+        found.append(trainer.step_now(batch_for(8, seed=1)).measured["communication_wait_seconds"])
+    return found[0], found[1]

@@ -155,11 +155,11 @@ def test_the_room_needs_neither_torch_nor_a_tracker() -> None:
 
 def test_phases_and_memory_have_curves_of_the_first_worker_only() -> None:
     owners = {"actor.params": {"device": 10, "host": 0, "disk": 0}, "engine.kv": {"device": 0, "host": 7, "disk": 0}}
-    row = {"kind": "memory", "phase": "train", "step": 3, "owners": owners, "device_peak_bytes": 12}
+    row = {"kind": "memory", "phase": "train", "left": "score", "step": 3, "owners": owners, "device_peak_bytes": 12}
     curves = {
         "memory_bytes/train/actor.params": 10.0,
         "memory_bytes/train/engine.kv": 0.0,
-        "memory_bytes/train/peak": 12.0,
+        "memory_bytes/score/peak": 12.0,
     }
     assert scalars(row) == scalars({**row, "worker": "worker-0"}) == curves
     assert scalars({**row, "worker": "worker-1"}) == {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -17,6 +19,8 @@ from gyre.models.decoder import Decoder
 from gyre.models.init import init_weights
 from gyre.planner.memory import activation_bytes
 from gyre.planner.plan import Saving
+from gyre.trainer.chunk import Chunk
+from gyre.trainer.passes import chunk_logprobs
 from gyre.trainer.update import collect_gradients
 
 MODES: tuple[Checkpointing, ...] = get_args(Checkpointing)
@@ -45,6 +49,22 @@ def test_every_objective_has_the_same_gradient(kind: str, dtype: torch.dtype, mo
     assert want.keys() == got.keys() and any(grad.any() for grad in want.values())
     for name, grad in want.items():
         assert torch.equal(grad, got[name]), name
+
+
+@pytest.mark.parametrize("kind", ["grpo", "ppo"])
+def test_the_graph_of_a_chunk_is_gone_before_the_next(kind: str) -> None:
+    trainer, seen = make_trainer(kind, tokens_per_chunk=64), []
+
+    def logprobs(decoder: Decoder, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
+        assert not any(graph() for graph in seen), "what a chunk's backward pass wanted is still there"
+        found = chunk_logprobs(decoder, chunk)
+        seen.append(weakref.ref(found[0]))
+        return found
+
+    (update,) = trainer._evaluator.complete(make_batch(8))[1].updates
+    models = replace(trainer._models, logprobs=logprobs)
+    collect_gradients(models, trainer._objective, update.chunks, update.denominator)
+    assert len(seen) == len(update.chunks) > 1
 
 
 def run(decoder: Decoder, lengths: list[int], mode: Checkpointing, rows_N: torch.Tensor | None = None) -> torch.Tensor:

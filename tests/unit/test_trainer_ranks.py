@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from fsdp_cases import freed_between_passes, gathered_dtypes, order_of_collectives
+from fsdp_cases import freed_between_passes, gathered_dtypes, order_of_collectives, waits
 from planner_cases import make_job
 from trainer_cases import OBJECTIVES, SPEC, whole_tensors
 from zero_cases import (
@@ -312,6 +312,20 @@ def test_a_head_of_its_own_is_summed_before_the_layers(pair):
         assert sums == ["sum head", *(f"sum {name}" for name in layers[::-1]), "sum root"]
     for told in pair.run(order_of_collectives, "tied"):
         assert not any("head" in name for name in told) and told[-1] == "sum root"
+
+
+@pytest.mark.parametrize("layout", ["zero2", "zero3"])
+def test_each_wait_beside_the_computation_has_two_ends(pair, layout):
+    """As on a GPU: the computation comes to what it needs before it is gathered, or later where it is gathered ahead;
+    to the sum of a layer's gradient when that of the next layer is there."""
+    for told, pairs in pair.run(waits, layout, "odd"):
+        collectives = [name for name in told if name.startswith(("gather", "sum"))]
+        ends = [told[done - 1] for _, done in pairs]
+        assert all(told[reached] == "computing" and told[done] == "beside" for reached, done in pairs)
+        assert sorted([*ends, "sum layers.0"]) == sorted(collectives), "one wait is not seen"
+        later = sorted(told[done - 1] for reached, done in pairs if reached > done)
+        ahead = ["gather layers.0", "gather layers.1", "gather layers.2"] if layout == "zero3" else []
+        assert later == [*ahead, "sum head", "sum layers.1", "sum layers.2"]
 
 
 def test_what_each_layout_holds(ranks):

@@ -69,8 +69,8 @@ def scalars(row: Mapping[str, Any]) -> dict[str, float]:
         numbers = {f"phase_seconds/{row.get('phase')}": as_number(row.get("seconds"))}
     elif row["kind"] == "memory" and row.get("worker", FIRST_WORKER) == FIRST_WORKER:
         held = {owner: tiers.get("device") for owner, tiers in (row.get("owners") or {}).items()}
-        held["peak"] = row.get("device_peak_bytes")
         numbers = {f"memory_bytes/{row.get('phase')}/{owner}": as_number(size) for owner, size in held.items()}
+        numbers[f"memory_bytes/{row.get('left')}/peak"] = as_number(row.get("device_peak_bytes"))
     else:
         return {}
     return {name: value for name, value in numbers.items() if value is not None}

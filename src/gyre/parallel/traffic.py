@@ -6,7 +6,8 @@ Bytes are those of the ring algorithms, by n ranks: a gather or a scatter of W b
 all-reduce of W twice that, a broadcast W. The planner predicts the same (`planner.speed.sent_bytes`).
 
 On a CPU a collective makes the rank wait from the call to its end, the wait for ranks that come later included. On a
-GPU the compute stream waits: between two events around the collective, read when the stream is idle anyway.
+GPU the compute stream waits: between two events around the collective, or, where that runs beside the computation, from
+the event at which it came to the wait to the one behind the collective. Events are read when the device is idle anyway.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -28,7 +29,7 @@ class Sent:
     """Since the last time that somebody asked."""
 
     bytes_by_kind: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
-    wait_s: float | None = 0.0  # None: some collectives ran beside the computation and nobody timed its waits
+    wait_s: float = 0.0
 
 
 def ring_bytes(kind: Kind, whole_bytes: int, ranks: int) -> int:
@@ -47,8 +48,9 @@ class Traffic:
 
     def __init__(self) -> None:
         self._bytes: dict[str, int] = {}
-        self._wait_s, self._timed = 0.0, True
+        self._wait_s = 0.0
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._beside: list[tuple[Any, Any]] = []  # likewise, of two streams
 
     @contextlib.contextmanager
     def collective(self, kind: Kind, whole_bytes: int, ranks: int, device: torch.device) -> Iterator[None]:
@@ -75,17 +77,19 @@ class Traffic:
         """Bytes alone."""
         self._bytes[kind] = self._bytes.get(kind, 0) + ring_bytes(kind, whole_bytes, ranks)
 
-    def overlapped(self) -> None:
-        """A collective runs beside the computation, on a stream of its own: what it costs only a profiler knows."""
-        self._timed = False
+    def awaited(self, reached: Any, done: Any) -> None:
+        """The computation came to a wait at the event `reached`, for what was done on another stream at `done`, which
+        may have been before."""
+        self._beside.append((reached, done))
 
     def take(self) -> Sent:
-        """What came together since the last call. On a GPU the stream must have passed the last collective, or this
+        """What came together since the last call. On a GPU the streams must have passed the last collective, or this
         waits for it."""
         wait_s = self._wait_s
-        if self._events:
-            self._events[-1][1].synchronize()
-            wait_s += sum(begin.elapsed_time(end) for begin, end in self._events) / 1e3
-        sent = Sent(bytes_by_kind=MappingProxyType(self._bytes), wait_s=wait_s if self._timed else None)
-        self._bytes, self._wait_s, self._timed, self._events = {}, 0.0, True, []
+        for begin, end in self._events + self._beside:
+            end.synchronize()
+            begin.synchronize()
+            wait_s += max(0.0, begin.elapsed_time(end)) / 1e3
+        sent = Sent(bytes_by_kind=MappingProxyType(self._bytes), wait_s=wait_s)
+        self._bytes, self._wait_s, self._events, self._beside = {}, 0.0, [], []
         return sent

@@ -21,8 +21,10 @@ from gyre.core.records import Projection
 from gyre.models.decoder import NOTHING, Decoder
 from gyre.parallel.mesh import Split
 from gyre.parallel.traffic import Kind, Traffic
+from gyre.trainer.exposed import Exposed, Watch
 from gyre.trainer.float8 import gather_in_float8
-from gyre.trainer.parallelise import is_shard, sharded_parts
+from gyre.trainer.lanes import compute_lane
+from gyre.trainer.parallelise import is_shard
 
 
 def shard_decoder(decoder: Decoder, split: Split, *, trains: bool, float8: frozenset[Projection] = NOTHING) -> None:
@@ -34,61 +36,81 @@ def shard_decoder(decoder: Decoder, split: Split, *, trains: bool, float8: froze
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if trains and dtype != torch.float32:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    traffic = split.mesh.shard.traffic
+    exposed = make_exposed(traffic, split.mesh.shard.device)
+
+    def cut(module: Any, *, reshard: bool) -> None:
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+        watch = None if exposed is None else Watch(exposed, ahead=reshard)
+        if watch is not None and module is not decoder:
+            watch.hook(module)
+        module.set_gradient_divide_factor(1.0)  # losses are divided by the denominator of all ranks already
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_custom_all_gather(CountedGather(traffic, watch))
+        module.set_custom_reduce_scatter(CountedScatter(traffic, watch, last=module is decoder))
+
     for layer in decoder.layers:
         _to_master(layer, trains)
         gather_in_float8(layer, float8, split.mesh.shard.size)
-        fully_shard(layer, mesh=mesh, reshard_after_forward=split.zero == 3, mp_policy=policy)
+        cut(layer, reshard=split.zero == 3)
     if not decoder.spec.tied:  # gathered once: its backward pass comes right after its forward pass
         _to_master(decoder.head, trains)
-        fully_shard(decoder.head, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+        cut(decoder.head, reshard=False)
     _to_master(decoder, trains)
-    fully_shard(decoder, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+    cut(decoder, reshard=False)
     register_fsdp_forward_method(decoder, "hidden")
-    traffic = split.mesh.shard.traffic
-    for module in sharded_parts(decoder):
-        module.set_gradient_divide_factor(1.0)  # losses are divided by the denominator of all ranks already
-        module.set_force_sum_reduction_for_comms(True)
-        module.set_custom_all_gather(CountedGather(traffic))
-        module.set_custom_reduce_scatter(CountedScatter(traffic))
+
+
+def make_exposed(traffic: Traffic, device: torch.device) -> Exposed | None:
+    """None on a CPU, where a collective is waited for in its call."""
+    if device.type == "cpu":
+        return None
+    return Exposed(traffic, compute_lane(device), lambda: compute_lane(device))
 
 
 class _Counted:
-    """A collective of FSDP2 that `traffic` counts. On a CPU it is waited for in the call; on a GPU it runs beside the
+    """A collective of FSDP2 that `traffic` counts and times: in its call, or on a GPU by `watch`, beside the
     computation."""
 
-    def __init__(self, traffic: Traffic) -> None:
-        self._traffic = traffic
+    def __init__(self, traffic: Traffic, watch: Watch | None) -> None:
+        self._traffic, self._watch = traffic, watch
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def _run(self, kind: Kind, whole: Tensor, group: dist.ProcessGroup, start: Any) -> dist.Work | None:
         size_bytes = whole.numel() * whole.element_size()
-        if whole.device.type != "cpu":
+        if self._watch is not None:
             self._traffic.count(kind, size_bytes, group.size())
-            self._traffic.overlapped()
             return start()
         with self._traffic.collective(kind, size_bytes, group.size(), whole.device):
             return start()
 
 
 class CountedGather(_Counted):
-    """FSDP2's all-gather of a layer's weights."""
+    """FSDP2's all-gather of a group's weights."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        tensors = output_tensor, input_tensor
-        return self._run(
-            "all_gather",
-            output_tensor,
-            group,
-            lambda: dist.all_gather_into_tensor(*tensors, group=group, async_op=async_op),
-        )
+        def start() -> dist.Work | None:
+            return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+        if self._watch is None:
+            return self._run("all_gather", output_tensor, group, start)
+        assert not async_op, "a mark behind the call would not be behind the collective"
+        self._watch.gathering()
+        work = self._run("all_gather", output_tensor, group, start)
+        self._watch.gathered()
+        return work
 
 
 class CountedScatter(_Counted):
-    """FSDP2's reduce-scatter of a layer's gradients."""
+    """FSDP2's reduce-scatter of a group's gradients; of the `last` group the computation does nothing but wait."""
+
+    def __init__(self, traffic: Traffic, watch: Watch | None, *, last: bool) -> None:
+        super().__init__(traffic, watch)
+        self._last = last
 
     def __call__(
         self,
@@ -98,13 +120,16 @@ class CountedScatter(_Counted):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        tensors = output_tensor, input_tensor
-        return self._run(
-            "reduce_scatter",
-            input_tensor,
-            group,
-            lambda: dist.reduce_scatter_tensor(*tensors, op=op, group=group, async_op=async_op),
-        )
+        def start() -> dist.Work | None:
+            return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+
+        if self._watch is None:
+            return self._run("reduce_scatter", input_tensor, group, start)
+        assert not async_op, "a mark behind the call would not be behind the collective"
+        since = self._watch.summing(last=self._last)
+        work = self._run("reduce_scatter", input_tensor, group, start)
+        self._watch.summed(since)
+        return work
 
 
 def _to_master(module: nn.Module, trains: bool) -> None:

@@ -27,7 +27,7 @@ class Meter:
     def __init__(self, group: Group, *, peak_flops: float | None) -> None:
         self._group, self._peak_flops = group, peak_flops
         self._flops = self._seconds = 0.0
-        self._waits_s: list[float | None] = []  # of each step and evaluation
+        self._wait_s = 0.0
         self._sent: dict[str, int] = {}
 
     @contextlib.contextmanager
@@ -43,7 +43,7 @@ class Meter:
         sent = self._group.traffic.take()
         for kind, size in sent.bytes_by_kind.items():
             self._sent[kind] = self._sent.get(kind, 0) + size
-        self._waits_s.append(sent.wait_s)
+        self._wait_s += sent.wait_s
 
     def count(self, spec: ModelSpec, chunks: Sequence[Chunk], *, scalar: bool, backward: bool) -> None:
         """The passes of one model over this rank's chunks; `scalar`: a value per target or a score per sequence."""
@@ -58,16 +58,14 @@ class Meter:
     def report(self, *, num_tokens: int, step_s: float) -> dict[str, float]:
         """Metrics since the last report; `num_tokens` were trained on in a step of `step_s`. Collective. Bytes and
         FLOPs are sums over the ranks, seconds and waits are those of the rank that took longest."""
-        known = [wait_s for wait_s in self._waits_s if wait_s is not None]
-        wait_s = math.fsum(known) if len(known) == len(self._waits_s) else None
-        own = {"flops": self._flops, "s": self._seconds, "step_s": step_s, "wait_s": wait_s, "sent": self._sent}
-        self._flops, self._seconds, self._waits_s, self._sent = 0.0, 0.0, [], {}
+        own = {"flops": self._flops, "s": self._seconds, "step_s": step_s, "wait_s": self._wait_s, "sent": self._sent}
+        self._flops, self._seconds, self._wait_s, self._sent = 0.0, 0.0, 0.0, {}
         ranks = self._group.share(own)
         return join(ranks, num_tokens=num_tokens, peak_flops=self._peak_flops)
 
 
 def join(ranks: Sequence[dict], *, num_tokens: int, peak_flops: float | None) -> dict[str, float]:
-    """One step's metrics from what each rank measured. Pure. What is not known is left out."""
+    """One step's metrics from what each rank measured. Pure. MFU is left out where no data sheet is known."""
     step_s, seconds = (max(rank[key] for rank in ranks) for key in ("step_s", "s"))
     metrics = {"train_tokens_per_second_per_device": num_tokens / step_s / len(ranks)} if step_s > 0.0 else {}
     if peak_flops and seconds > 0.0:
@@ -76,7 +74,4 @@ def join(ranks: Sequence[dict], *, num_tokens: int, peak_flops: float | None) ->
         return metrics
     for kind in sorted({kind for rank in ranks for kind in rank["sent"]}):
         metrics[SENT + kind] = float(sum(rank["sent"].get(kind, 0) for rank in ranks))
-    waits = [rank["wait_s"] for rank in ranks]
-    if None not in waits:
-        metrics["communication_wait_seconds"] = max(waits)
-    return metrics
+    return metrics | {"communication_wait_seconds": max(rank["wait_s"] for rank in ranks)}

@@ -87,28 +87,40 @@ def collect_gradients(
     buffers."""
     assert denominator > 0.0
     found = Found()
-    actor, critic = models.actor, models.critic
     for index, chunk in enumerate(chunks):
         for learner in models.learners:
             learner.begin_chunk(last=index == len(chunks) - 1)
         if not chunk.members:
             _keep_in_step(models, objective, chunk)
             continue
-        inputs = _inputs(chunk)
-        if trains_scores(objective):
-            assert actor.head is not None
-            how = actor.checkpointing, actor.float8
-            inputs = replace(inputs, scores_S=chunk_scores(actor.decoder, actor.head, chunk, *how))
-        else:
-            logprobs_N, entropy_N = models.logprobs(actor.decoder, chunk)
-            inputs = replace(inputs, logprobs_N=logprobs_N, entropy_N=entropy_N)
-            _note_gap(inputs, logprobs_N.detach(), found)
-        _backward(objective, inputs, denominator / loss_scale, found)
-        if critic is not None:
-            assert critic.head is not None
-            values_N = chunk_values(critic.decoder, critic.head, chunk, critic.checkpointing, critic.float8)
-            _backward(objective, replace(_inputs(chunk), values_N=values_N), denominator / loss_scale, found)
+        _add_actor_gradient(models, objective, chunk, denominator / loss_scale, found)
+        if models.critic is not None:
+            _add_critic_gradient(models.critic, objective, chunk, denominator / loss_scale, found)
     return found
+
+
+# Nothing of a chunk's graph outlives these two: what it still held would lie beside the next chunk's.
+def _add_actor_gradient(
+    models: Models, objective: AnyObjective, chunk: Chunk, denominator: float, found: Found
+) -> None:
+    actor, inputs = models.actor, _inputs(chunk)
+    if trains_scores(objective):
+        assert actor.head is not None
+        scores_S = chunk_scores(actor.decoder, actor.head, chunk, actor.checkpointing, actor.float8)
+        inputs = replace(inputs, scores_S=scores_S)
+    else:
+        logprobs_N, entropy_N = models.logprobs(actor.decoder, chunk)
+        inputs = replace(inputs, logprobs_N=logprobs_N, entropy_N=entropy_N)
+        _note_gap(inputs, logprobs_N.detach(), found)
+    _backward(objective, inputs, denominator, found)
+
+
+def _add_critic_gradient(
+    critic: Learner, objective: AnyObjective, chunk: Chunk, denominator: float, found: Found
+) -> None:
+    assert critic.head is not None
+    values_N = chunk_values(critic.decoder, critic.head, chunk, critic.checkpointing, critic.float8)
+    _backward(objective, replace(_inputs(chunk), values_N=values_N), denominator, found)
 
 
 def _keep_in_step(models: Models, objective: AnyObjective, chunk: Chunk) -> None:

@@ -85,12 +85,14 @@ class MemoryManager:
         """What the device holds beside the components now is what it may hold at each boundary."""
         self.ledger = self._ask()
         probe.give_back(self._device, collect=True)
-        reading = self._read(self._measure())
+        measured = self._measure()
+        reading, self._virtual_before = self._read(measured), _virtual_bytes(measured)
         self._unowned_at_start = reading.allocated_bytes - self.ledger.usage().device_bytes
         self._outside_at_start = reading.outside_bytes + reading.fragment_bytes
         self.move({})
 
     def _change(self, plan_for: Callable[[Ledger], MovePlan], phase: Phase, step: int) -> MovePlan:
+        peak_bytes = self._peak_bytes()
         self.ledger = self._ask()
         plan = plan_for(self.ledger)
         for move in plan.moves:
@@ -106,7 +108,7 @@ class MemoryManager:
                 reason=move.reason,
                 step=step,
             )
-        self._prove(apply_plan(self.ledger, plan), plan, phase, step)
+        self._prove(apply_plan(self.ledger, plan), plan, phase, step, peak_bytes)
         self._phase = phase
         return plan
 
@@ -151,8 +153,9 @@ class MemoryManager:
             wake=need.wake,
         )
 
-    def _prove(self, due: Ledger, plan: MovePlan, phase: Phase, step: int) -> None:
-        """Read back where the bytes are. The event goes out before the verdict, so that a failure can be looked at."""
+    def _prove(self, due: Ledger, plan: MovePlan, phase: Phase, step: int, peak_bytes: int) -> None:
+        """Read back where the bytes are. The event goes out before the verdict, so that a failure can be looked at;
+        `peak_bytes` are those of the phase that is left."""
         measured, excess = self._wait_for_device(due)
         reading = self._read(measured)
         held_bytes = sum(usage.device_bytes for usage in measured.values())
@@ -167,7 +170,7 @@ class MemoryManager:
                 for name, usage in measured.items()
             },
             device_free_bytes=reading.free_bytes if on_cuda else self._budgets.device_bytes - held_bytes,
-            device_peak_bytes=reading.peak_bytes if on_cuda else held_bytes,
+            device_peak_bytes=peak_bytes if on_cuda else held_bytes,
             host_rss_bytes=probe.read_host().rss_bytes,
             unowned_bytes=excess.unowned_bytes,
             fragment_bytes=excess.fragment_bytes,
@@ -190,13 +193,16 @@ class MemoryManager:
         probe.reset_peak(self._device)
         self._virtual_before = _virtual_bytes(measured)
 
+    def _peak_bytes(self) -> int:
+        """Most that was allocated since the last boundary. In a phase virtual memory stays as the phase found it, and
+        what is moved at its end does not count: one component leaves before the next one comes."""
+        return probe.read_device(self._device).peak_bytes + self._virtual_before
+
     def _read(self, measured: Mapping[str, Usage]) -> probe.DeviceReading:
-        """The device with the components' virtual memory counted in. In a phase it stays as the phase found it."""
-        held_bytes = _virtual_bytes(measured)
+        """The device with the components' virtual memory counted in."""
         return probe.read_device(self._device).with_virtual(
-            held_bytes=held_bytes,
+            held_bytes=_virtual_bytes(measured),
             mapped_bytes=sum(usage.mapped_bytes for usage in measured.values() if isinstance(usage, VirtualUsage)),
-            peak_bytes=max(held_bytes, self._virtual_before),
         )
 
     def _measure(self) -> dict[str, Usage]:

@@ -16,7 +16,7 @@ import torch
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceReading:
     """Bytes on the device. On a CPU only free and total are known here: the components' tenants know the rest. So they
-    do of virtual memory, which torch's allocator does not count: `with_virtual` adds it."""
+    do of virtual memory, which torch's allocator does not count: `with_virtual` adds it, but to the peak."""
 
     free_bytes: int
     total_bytes: int
@@ -33,14 +33,12 @@ class DeviceReading:
         """Used by whatever is not ours: context, kernels, NCCL, other processes."""
         return self.total_bytes - self.free_bytes - self.reserved_bytes
 
-    def with_virtual(self, *, held_bytes: int, mapped_bytes: int, peak_bytes: int) -> DeviceReading:
-        """Count components in virtual memory: their bytes, what is mapped for them in whole granules, and the most
-        bytes of theirs since the last reset_peak."""
+    def with_virtual(self, *, held_bytes: int, mapped_bytes: int) -> DeviceReading:
+        """Count components in virtual memory: their bytes, and what is mapped for them in whole granules."""
         return replace(
             self,
             allocated_bytes=self.allocated_bytes + held_bytes,
             reserved_bytes=self.reserved_bytes + mapped_bytes,
-            peak_bytes=self.peak_bytes + peak_bytes,
         )
 
 
