@@ -202,7 +202,7 @@ def _norm_backward(
     inside = offs < E
     weight = tl.load(weight_ptr + offs, mask=inside, other=0.0).to(tl.float32)
     acc = tl.zeros([BLOCK], tl.float32)
-    if AMAX:  # of eight neighbours, which one thread holds: all of a row would take a fifth more registers
+    if AMAX:  # of eight neighbours, which one thread holds: a whole row of them would take a quarter more registers
         found = tl.zeros([BLOCK // 8], tl.float32)
     at = program.to(tl.int64) * E + offs
     for row in tl.range(program, num_rows, programs):
