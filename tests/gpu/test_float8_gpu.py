@@ -1,5 +1,6 @@
 """8-bit products and FP16 with loss scaling on a GPU: the Triton kernels against torch's operations on the CPU to the
-bit, gradients of a model against BF16 within the formats' bounds, whole trainers. Ranks: test_zero_gpu.py.
+bit, largest numbers that kernels find against those that are read, gradients of a model against BF16 within the
+formats' bounds, whole trainers. Ranks: test_zero_gpu.py.
 """
 
 # N rows, K features, T tokens, I inputs, O outputs
@@ -9,6 +10,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -19,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from trainer_cases import SPEC, make_batch, make_trainer
 
 from gyre.core.errors import ConfigError
-from gyre.core.records import Projection
+from gyre.core.records import Checkpointing, Projection
+from gyre.kernels import blocks, float8
 from gyre.kernels.attention import PackedLayout, varlen_attention
 from gyre.kernels.float8 import CAPABILITY, E4M3, E5M2, quantise, transposed
 from gyre.kernels.linear import OutputGradient, linear
@@ -96,6 +99,37 @@ def gradients(decoder: Decoder, float8: frozenset[Projection], checkpointing: st
     return torch.cat(
         [grad.flatten().double() for grad in torch.autograd.grad(logprobs.sum(), list(decoder.parameters()))]
     )
+
+
+@needs_float8
+@pytest.mark.parametrize("mode", get_args(Checkpointing))
+def test_largest_numbers_that_kernels_find_are_those_that_are_read(mode, monkeypatch):
+    """A model's gradients to the bit, around an attention that adds up in one order; and of each layer only what others
+    than our kernels make is read: weights, attended values and the gradient that comes in."""
+    spec = replace(SPEC, hidden_size=128, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=64, mlp_size=144)
+    decoder = Decoder(spec, device=GPU, dtype=torch.bfloat16)
+    init_weights(decoder, 3)
+    tokens_T = torch.arange(37, device=GPU) % spec.vocab_size
+    upstream_TE = torch.randn(37, 128, generator=torch.Generator().manual_seed(0)).bfloat16().to(GPU)
+    read, reads = [], float8.largest
+
+    def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return q + (k + v).unsqueeze(2).expand(-1, -1, q.shape[1] // k.shape[1], -1).flatten(1, 2)
+
+    def grads() -> list[Tensor]:
+        read.clear()
+        hidden_TE = decoder.hidden(tokens_T, tokens_T, attend, checkpointing=mode, float8=frozenset(PROJECTIONS))
+        return list(torch.autograd.grad(hidden_TE, list(decoder.layers.parameters()), upstream_TE))
+
+    monkeypatch.setattr(float8, "largest", lambda x: (read.append(x.shape), reads(x))[1])
+    found = grads()
+    if mode == "none":
+        assert len(read) == 3 * (4 + 1 + 1), read
+    monkeypatch.setattr(blocks, "Amax", lambda *found: None)
+    for got, want in zip(found, grads(), strict=True):
+        assert torch.equal(bits(got), bits(want))
+    if mode == "none":
+        assert len(read) == 3 * (4 + 4 + 4), read
 
 
 @needs_float8

@@ -19,6 +19,7 @@ from gyre.core.records import Checkpointing
 from gyre.kernels import flash, heads, logprobs, norm, reference, silu
 from gyre.kernels.attention import PackedLayout, varlen_attention
 from gyre.kernels.choose import kernels_for
+from gyre.kernels.float8 import Amax, largest
 from gyre.kernels.logprobs import token_logprobs
 from gyre.kernels.rope import rope_frequencies, rope_tables
 from gyre.models.config import ShapeConfig
@@ -34,6 +35,7 @@ GPU = torch.device("cuda", 0)
 EPS = 1e-6
 HEADS = [(16, 8, 128), (32, 8, 128), (28, 4, 128), (8, 8, 64), (14, 2, 64), (6, 3, 32), (5, 5, 128), (2, 1, 256)]
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3}  # a few roundings one after the other
+by_bad = pytest.mark.parametrize("bad", [1.0, float("nan"), float("inf"), float("-inf")], ids=str)
 by_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 
 
@@ -145,6 +147,75 @@ def test_silu(dtype: torch.dtype, tokens: int, width: int) -> None:
     want = reference.silu_mul(gate_up64)
     close(product, want.detach(), dtype)
     close(grad, torch.autograd.grad(want, gate_up64, upstream.double())[0], dtype)
+
+
+def spoilt(x: Tensor, bad: float) -> Tensor:
+    """With one such number in the middle."""
+    x.view(-1)[x.numel() // 2 :][:1] = bad
+    return x
+
+
+def finds(make: Callable[[Amax | None], Tensor]) -> None:
+    """Of what it makes a kernel finds the number that reading it finds, and to ask changes no bit. What is no number
+    counts for none."""
+    amax = Amax()
+    made, plain = make(amax), make(None)
+    assert amax.found is not None and amax.found.dtype == torch.float32 and amax.found.shape == ()
+    assert torch.equal(amax.found, largest(made))
+    numbers = made[~made.isnan()]
+    assert float(amax.found) == (float(numbers.abs().max()) if numbers.numel() else 0.0)
+    assert torch.equal(made.view(torch.int16), plain.view(torch.int16))
+
+
+@by_bad
+@by_dtype
+@pytest.mark.parametrize(("rows", "width"), [(0, 64), (1, 100), (7, 4096), (133, 48), (1031, 2560)])
+def test_the_largest_number_of_a_norm(dtype: torch.dtype, rows: int, width: int, bad: float) -> None:
+    x, weight = spoilt(randn(rows, width, dtype=dtype, scale=3.0), bad), randn(width, dtype=dtype)
+    finds(lambda amax: norm.rms_norm_forward(x, weight, EPS, amax)[0])
+    upstream, clean = randn(rows, width, dtype=dtype), randn(rows, width, dtype=dtype)
+    upstream[rows // 2 :, 0] = bad  # after rows that are good, as a program walks over them
+    _, rstd = norm.rms_norm_forward(clean, weight, EPS)
+    for through in (None, randn(rows, width, dtype=dtype, scale=5.0)):
+        finds(lambda amax, through=through: norm.rms_norm_backward(upstream, clean, rstd, weight, through, amax)[0])
+
+
+@by_bad
+@by_dtype
+@pytest.mark.parametrize("norms", [True, False])
+@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize(("tokens", "shape"), [(0, (8, 8, 64)), (1, (6, 3, 32)), (37, (5, 5, 128)), (259, (8, 2, 64))])
+def test_the_largest_number_of_a_gradient_of_heads(
+    dtype: torch.dtype, tokens: int, shape: tuple[int, int, int], which: int, norms: bool, bad: float
+) -> None:
+    """Of queries, keys or values, whichever has it."""
+    num_heads, num_kv, dim = shape
+    qkv = randn(tokens, (num_heads + 2 * num_kv) * dim, dtype=dtype)
+    weights = [randn(dim, dtype=dtype) if norms else None for _ in range(2)]
+    tables = rope_tables(torch.arange(tokens, device=GPU), rope_frequencies(dim, 1e6, None, GPU), dtype)
+    rstd = heads.turn_heads(qkv, *weights, *tables, heads=(num_heads, num_kv), eps=EPS)[3]
+    q, k, v = (
+        randn(tokens, count, dim, dtype=dtype, scale=7.0 if place == which else 1.0)
+        for place, count in enumerate((num_heads, num_kv, num_kv))
+    )
+    spoilt((q, k, v)[which], bad)
+
+    def make(amax: Amax | None) -> Tensor:
+        given = (q, k, v), qkv, rstd, *weights, *tables
+        return heads.turn_heads_backward(*given, heads=(num_heads, num_kv), amax=amax)[0]
+
+    finds(make)
+
+
+@by_bad
+@by_dtype
+@pytest.mark.parametrize("of_gate", [True, False])
+@pytest.mark.parametrize(("tokens", "width"), [(0, 64), (1, 1000), (7, 4104), (1031, 48)])
+def test_the_largest_number_of_silu(dtype: torch.dtype, tokens: int, width: int, of_gate: bool, bad: float) -> None:
+    gate_up, upstream = randn(tokens, 2 * width, dtype=dtype, scale=4.0), randn(tokens, width, dtype=dtype)
+    finds(lambda amax: silu.silu_mul_forward(spoilt(gate_up.clone(), bad), amax)[0])
+    gate_up[:, width if of_gate else 0 :][:, :width] *= 4.0  # the gradient of the other one is the larger
+    finds(lambda amax: silu.silu_mul_backward(spoilt(upstream.clone(), bad), gate_up, (), amax)[0])
 
 
 @by_dtype

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from gyre.kernels.blocks import attention_inputs, layer_output
-from gyre.kernels.float8 import E4M3, E5M2, Float8Weight, product, quantise, transposed, why_not
-from gyre.kernels.linear import OutputGradient, linear
+from gyre.kernels.float8 import E4M3, E5M2, Amax, Float8Weight, largest, product, quantise, transposed, why_not
+from gyre.kernels.linear import OutputGradient, amaxes_of, linear
+from gyre.kernels.norm import rms_norm_forward
 from gyre.kernels.rope import rope_frequencies, rope_tables, turn
 
 CPU = torch.device("cpu")
@@ -91,6 +92,32 @@ def test_a_weight_that_came_in_8_bits_is_multiplied_like_one_that_did_not():
     assert torch.equal(transposed(rounded.rows_NK).float(), rounded.rows_NK.t().float())
     with pytest.raises(AssertionError, match="8 bits"):
         gathered + 1
+
+
+def test_a_largest_number_that_is_known_is_not_looked_for(monkeypatch):
+    x_TI, weight_OI, grad_TO = random(8, 48, seed=1), random(32, 48, seed=2), random(8, 32, seed=3)
+    expected_TO, amaxes = linear(x_TI, weight_OI, float8=True)
+    expected = OutputGradient(grad_TO, amaxes)
+    of_grad, read = largest(grad_TO), []
+    for module in ("float8", "linear"):
+        monkeypatch.setattr(f"gyre.kernels.{module}.largest", lambda x: (read.append(x.shape), largest(x))[1])
+    y_TO, again = linear(x_TI, weight_OI, float8=True, amax=Amax(amaxes[0]))
+    assert torch.equal(y_TO, expected_TO) and again == amaxes
+    assert amaxes_of(x_TI, weight_OI, float8=True, amax=Amax(amaxes[0])) == amaxes
+    assert read == [weight_OI.shape] * 2
+    through = OutputGradient(grad_TO, amaxes, Amax(of_grad))
+    assert torch.equal(through.of_input(weight_OI), expected.of_input(weight_OI))
+    assert torch.equal(through.of_weight(x_TI), expected.of_weight(x_TI)) and len(read) == 2
+    wrong_TO, _ = linear(x_TI, weight_OI, float8=True, amax=Amax(largest(x_TI) / 3))
+    assert not torch.equal(wrong_TO, expected_TO), "it is what the scale is made of"
+
+
+def test_who_makes_an_operand_without_triton_leaves_its_largest_number_open():
+    amax = Amax()
+    normed_TE, _ = rms_norm_forward(random(8, 48, seed=1), random(48, seed=2), 1e-6, amax)
+    assert amax.found is None
+    found = linear(normed_TE, random(32, 48, seed=3), float8=True, amax=amax)[1]
+    assert found[0] == largest(normed_TE)
 
 
 def layer_by(matmul: Any, tokens: int, *, lean: bool = False) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gyre.core.records import Projection
+from gyre.kernels.float8 import Amax
 from gyre.kernels.heads import turn_heads, turn_heads_backward
 from gyre.kernels.keep import Turned
 from gyre.kernels.linear import OutputGradient, amaxes_of, linear
@@ -82,8 +83,9 @@ class AttentionInputs(torch.autograd.Function):
         lean: Turned | None,
         float8: frozenset[Projection],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        normed_TE, rstd_T1 = rms_norm_forward(x_TE, norm_E, eps)
-        qkv_TR, amaxes = linear(normed_TE, qkv_RE, bias_R, float8="qkv" in float8)
+        amax = Amax() if "qkv" in float8 else None
+        normed_TE, rstd_T1 = rms_norm_forward(x_TE, norm_E, eps, amax)
+        qkv_TR, amaxes = linear(normed_TE, qkv_RE, bias_R, float8="qkv" in float8, amax=amax)
         norms_and_tables = q_norm_D, k_norm_D, cos_T1D, sin_T1D
         q_THD, k_TKD, v_TKD, rstd_TJ1 = turn_heads(qkv_TR, *norms_and_tables, heads=heads, eps=eps)
         if lean is not None:
@@ -104,13 +106,14 @@ class AttentionInputs(torch.autograd.Function):
             x_TE, norm_E, qkv_RE, bias_R, q_norm_D, k_norm_D, cos_T1D, sin_T1D, normed_TE, rstd_T1, qkv_TR, rstd_TJ1,
             *amaxes,
         ) = ctx.saved_tensors  # fmt: skip
+        amax = Amax() if amaxes[0] is not None else None
         grad_qkv_TR, grad_q_norm_D, grad_k_norm_D = turn_heads_backward(
             (grad_q_THD, grad_k_TKD, grad_v_TKD), qkv_TR, rstd_TJ1, q_norm_D, k_norm_D, cos_T1D, sin_T1D,
-            heads=ctx.heads,
+            heads=ctx.heads, amax=amax,
         )  # fmt: skip
         if normed_TE is None:
             normed_TE, _ = rms_norm_forward(x_TE, norm_E, ctx.eps)
-        through_qkv = OutputGradient(grad_qkv_TR, tuple(amaxes))
+        through_qkv = OutputGradient(grad_qkv_TR, tuple(amaxes), amax)
         grad_qkv_RE = through_qkv.of_weight(normed_TE)
         grad_bias_R = grad_qkv_TR.sum(0) if bias_R is not None else None
         grad_TE, grad_norm_E = rms_norm_backward(through_qkv.of_input(qkv_RE), x_TE, rstd_T1, norm_E, grad_x_TE)
@@ -133,13 +136,16 @@ class LayerOutput(torch.autograd.Function):
         float8: frozenset[Projection],
     ) -> Tensor:
         middle_TE, of_out = linear(attended_TA, out_EA, onto_TO=x_TE, float8="out" in float8)
-        normed_TE, rstd_T1 = rms_norm_forward(middle_TE, norm_E, eps)
-        gate_up_T2M, of_gate_up = linear(normed_TE, gate_up_2ME, float8="gate_up" in float8)
-        product_TM, kept = silu_mul_forward(gate_up_T2M)
+        amax = Amax() if "gate_up" in float8 else None
+        normed_TE, rstd_T1 = rms_norm_forward(middle_TE, norm_E, eps, amax)
+        gate_up_T2M, of_gate_up = linear(normed_TE, gate_up_2ME, float8="gate_up" in float8, amax=amax)
+        amax = Amax() if "down" in float8 else None
+        product_TM, kept = silu_mul_forward(gate_up_T2M, amax)
         if again:
-            result_TE, of_down = torch.empty_like(middle_TE), amaxes_of(product_TM, down_EM, float8="down" in float8)
+            result_TE = torch.empty_like(middle_TE)
+            of_down = amaxes_of(product_TM, down_EM, float8="down" in float8, amax=amax)
         else:
-            result_TE, of_down = linear(product_TM, down_EM, onto_TO=middle_TE, float8="down" in float8)
+            result_TE, of_down = linear(product_TM, down_EM, onto_TO=middle_TE, float8="down" in float8, amax=amax)
         ctx.eps, ctx.lean = eps, lean
         ctx.save_for_backward(
             attended_TA, out_EA, norm_E, gate_up_2ME, down_EM, middle_TE, rstd_T1, *of_out, *of_gate_up, *of_down,
@@ -155,20 +161,22 @@ class LayerOutput(torch.autograd.Function):
         of_out, of_gate_up, of_down = saved[7:9], saved[9:11], saved[11:13]
         if ctx.lean:
             normed_TE, _ = rms_norm_forward(middle_TE, norm_E, ctx.eps)
-            gate_up_T2M, _ = linear(normed_TE, gate_up_2ME, float8=of_gate_up[0] is not None)
+            gate_up_T2M, _ = linear(normed_TE, gate_up_2ME, float8=of_gate_up[0] is not None, amax=Amax(of_gate_up[0]))
             kept = silu_mul_forward(gate_up_T2M)[1] if keeps_product(gate_up_T2M) else ()
         else:
             normed_TE, gate_up_T2M, *kept = saved[13:]
         through_down = OutputGradient(grad_TE, of_down)
-        grad_gate_up_T2M, product_TM = silu_mul_backward(through_down.of_input(down_EM), gate_up_T2M, tuple(kept))
+        amax = Amax() if of_gate_up[0] is not None else None
+        grad_gate_up_T2M, product_TM = silu_mul_backward(through_down.of_input(down_EM), gate_up_T2M, tuple(kept), amax)
         grad_down_EM = through_down.of_weight(product_TM)
         del product_TM, through_down
-        through_gate_up = OutputGradient(grad_gate_up_T2M, of_gate_up)
+        through_gate_up = OutputGradient(grad_gate_up_T2M, of_gate_up, amax)
         grad_gate_up_2ME = through_gate_up.of_weight(normed_TE)
+        amax = Amax() if of_out[0] is not None else None
         grad_middle_TE, grad_norm_E = rms_norm_backward(
-            through_gate_up.of_input(gate_up_2ME), middle_TE, rstd_T1, norm_E, grad_TE
+            through_gate_up.of_input(gate_up_2ME), middle_TE, rstd_T1, norm_E, grad_TE, amax
         )
         del through_gate_up
-        through_out = OutputGradient(grad_middle_TE, of_out)
+        through_out = OutputGradient(grad_middle_TE, of_out, amax)
         grads_of_weights = through_out.of_weight(attended_TA), grad_norm_E, grad_gate_up_2ME, grad_down_EM
         return grad_middle_TE, through_out.of_input(out_EA), *grads_of_weights, *[None] * 4

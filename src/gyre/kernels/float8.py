@@ -40,6 +40,19 @@ class Quantised:
     amax: Tensor  # float32, no axes: the largest absolute number, of which the scale is made
 
 
+class Amax:
+    """The largest absolute number of an operand that is about to be made. A kernel that writes the operand finds it on
+    its way; `found` stays None where none does, and then the operand is read for it."""
+
+    def __init__(self, found: Tensor | None = None) -> None:
+        self.found = found  # float32, no axes
+
+    def cell(self, device: torch.device) -> Tensor:
+        """0, for a kernel to raise."""
+        self.found = torch.zeros((), device=device)
+        return self.found
+
+
 class Float8Weight(torch.Tensor):
     """A weight that came in 8 bits, where a wider one is expected: it says that it is of the wider dtype, and its
     gradient is. Only kernels.linear reads it."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gyre.kernels.choose import kernels_for
+from gyre.kernels.float8 import Amax
 from gyre.kernels.norm import rms_norm_backward, rms_norm_forward
 from gyre.kernels.rope import turn, turn_back
 
@@ -49,10 +50,12 @@ def turn_heads_backward(
     sin_T1D: Tensor,
     *,
     heads: tuple[int, int],
+    amax: Amax | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients of qkv_TR, q_norm_D and k_norm_D from those of q, k and v."""
+    """Return the gradients of qkv_TR, of which Triton's kernels find `amax`, of q_norm_D and k_norm_D from those of q,
+    k and v."""
     if kernels := kernels_for(qkv_TR, head_dim=cos_T1D.shape[-1]):
-        return kernels.heads_backward(grads, qkv_TR, rstd_TJ1, q_norm_D, k_norm_D, cos_T1D, sin_T1D, heads)
+        return kernels.heads_backward(grads, qkv_TR, rstd_TJ1, q_norm_D, k_norm_D, cos_T1D, sin_T1D, heads, amax)
     grad_q_THD, grad_k_TKD = (turn_back(grad, cos_T1D, sin_T1D) for grad in grads[:2])
     grad_q_norm_D = grad_k_norm_D = None
     if rstd_TJ1 is not None and q_norm_D is not None and k_norm_D is not None:

@@ -14,38 +14,60 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gyre.kernels.float8 import E4M3, E5M2, Float8Weight, Quantised, largest, multiply, product, quantise, transposed
+from gyre.kernels.float8 import (
+    E4M3,
+    E5M2,
+    Amax,
+    Float8Weight,
+    Quantised,
+    largest,
+    multiply,
+    product,
+    quantise,
+    transposed,
+)
 
 Amaxes = tuple[Tensor | None, Tensor | None]  # of input and weight; None for products that are not in 8 bits
 
 
 def linear(
-    x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, onto_TO: Tensor | None = None, float8: bool
+    x_TI: Tensor,
+    weight_OI: Tensor,
+    bias_O: Tensor | None = None,
+    *,
+    onto_TO: Tensor | None = None,
+    float8: bool,
+    amax: Amax | None = None,
 ) -> tuple[Tensor, Amaxes]:
-    """Return x · weightᵀ plus the bias or `onto_TO`, and what `OutputGradient` wants to know."""
+    """Return x · weightᵀ plus the bias or `onto_TO`, and what `OutputGradient` wants to know. `amax` is of x, here and
+    below of what is about to be rounded: who made that may have found it."""
     if not float8:
         if onto_TO is not None:
             return torch.addmm(onto_TO, x_TI, weight_OI.t()), (None, None)
         return F.linear(x_TI, weight_OI, bias_O), (None, None)
-    x, weight = quantise(x_TI, E4M3, rows=True), _weight_rows(weight_OI)
+    x, weight = quantise(x_TI, E4M3, rows=True, amax=_found(amax)), _weight_rows(weight_OI)
     y_TO = product(x, weight, over="rows", dtype=x_TI.dtype, fast=True)
     more = bias_O if onto_TO is None else onto_TO
     return y_TO if more is None else y_TO.add_(more), (x.amax, weight.amax)
 
 
-def amaxes_of(x_TI: Tensor, weight_OI: Tensor, *, float8: bool) -> Amaxes:
+def amaxes_of(x_TI: Tensor, weight_OI: Tensor, *, float8: bool, amax: Amax | None = None) -> Amaxes:
     """What `linear` would find out on its way, without the product."""
     if not float8:
         return None, None
-    return largest(x_TI), weight_OI.amax if isinstance(weight_OI, Float8Weight) else largest(weight_OI)
+    of_x = _found(amax)
+    of_weight = weight_OI.amax if isinstance(weight_OI, Float8Weight) else largest(weight_OI)
+    return largest(x_TI) if of_x is None else of_x, of_weight
 
 
 class OutputGradient:
     """The gradient of a linear layer's output, made ready once for both products with it."""
 
-    def __init__(self, grad_TO: Tensor, amaxes: Amaxes) -> None:
+    def __init__(self, grad_TO: Tensor, amaxes: Amaxes, amax: Amax | None = None) -> None:
         self._grad_TO, (self._x_amax, self._weight_amax) = grad_TO, amaxes
-        self._grad = None if self._x_amax is None else quantise(grad_TO, E5M2, rows=True, columns=True)
+        self._grad = None
+        if self._x_amax is not None:
+            self._grad = quantise(grad_TO, E5M2, rows=True, columns=True, amax=_found(amax))
 
     def of_input(self, weight_OI: Tensor) -> Tensor:
         if self._grad is None:
@@ -59,6 +81,10 @@ class OutputGradient:
             return self._grad_TO.t() @ x_TI
         x = quantise(x_TI, E4M3, columns=True, amax=self._x_amax)
         return product(self._grad, x, over="columns", dtype=self._grad_TO.dtype)
+
+
+def _found(amax: Amax | None) -> Tensor | None:
+    return None if amax is None else amax.found
 
 
 def _weight_rows(weight_OI: Tensor) -> Quantised:

@@ -15,18 +15,19 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gyre.kernels.choose import kernels_for
+from gyre.kernels.float8 import Amax
 
 
 def rms_norm(x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     return RmsNorm.apply(x_NE, weight_E, eps)
 
 
-def rms_norm_forward(x_NE: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def rms_norm_forward(x_NE: Tensor, weight_E: Tensor, eps: float, amax: Amax | None = None) -> tuple[Tensor, Tensor]:
     """Return the normalised rows and rstd_N1, which the backward pass needs. Rows are the last axis; the weight may
-    have leading axes too (a weight per head)."""
+    have leading axes too (a weight per head). Triton's kernels find `amax` of the rows."""
     features = x_NE.shape[-1]
     if weight_E.dim() == 1 and (kernels := kernels_for(x_NE, features)):
-        return kernels.norm(x_NE, weight_E, eps)
+        return kernels.norm(x_NE, weight_E, eps, amax)
     if x_NE.is_cuda:
         scaled_NE, rstd_N1 = torch.ops.aten._fused_rms_norm(x_NE, [features], None, eps)
         return scaled_NE.mul_(weight_E), rstd_N1
@@ -38,11 +39,17 @@ def rms_norm_forward(x_NE: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor
 
 
 def rms_norm_backward(
-    grad_NE: Tensor, x_NE: Tensor, rstd_N1: Tensor, weight_E: Tensor, through_NE: Tensor | None = None
+    grad_NE: Tensor,
+    x_NE: Tensor,
+    rstd_N1: Tensor,
+    weight_E: Tensor,
+    through_NE: Tensor | None = None,
+    amax: Amax | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x and of the weight. `through_NE`, another gradient of x, is added to the former."""
+    """Return the gradients of x and of the weight. `through_NE`, another gradient of x, is added to the former; `amax`
+    is of the sum, as above."""
     if kernels := kernels_for(x_NE, x_NE.shape[-1]):
-        return kernels.norm_backward(grad_NE, x_NE, rstd_N1, weight_E, through_NE)
+        return kernels.norm_backward(grad_NE, x_NE, rstd_N1, weight_E, through_NE, amax)
     grad_x_NE, grad_weight_E = _backward_by_torch(grad_NE, x_NE, rstd_N1, weight_E)
     return grad_x_NE if through_NE is None else grad_x_NE.add_(through_NE), grad_weight_E
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gyre.kernels.choose import kernels_for
 from gyre.kernels.cpu.chunks import ChunkKernels
+from gyre.kernels.float8 import Amax
 
 
 def keeps_product(gate_up_T2M: Tensor) -> bool:
@@ -18,11 +19,11 @@ def keeps_product(gate_up_T2M: Tensor) -> bool:
     return kernels is None or isinstance(kernels, ChunkKernels)
 
 
-def silu_mul_forward(gate_up_T2M: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+def silu_mul_forward(gate_up_T2M: Tensor, amax: Amax | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return silu(gate) · up, and what the backward pass wants kept besides gate_up: the product and, without kernels,
-    silu(gate)."""
+    silu(gate). Triton's kernels find `amax` of the product."""
     if kernels := kernels_for(gate_up_T2M, gate_up_T2M.shape[1] // 2):
-        product_TM = kernels.silu(gate_up_T2M)
+        product_TM = kernels.silu(gate_up_T2M, amax)
         return product_TM, (product_TM,) if keeps_product(gate_up_T2M) else ()
     gate_TM, up_TM = gate_up_T2M.chunk(2, dim=-1)
     activated_TM = F.silu(gate_TM)
@@ -30,10 +31,12 @@ def silu_mul_forward(gate_up_T2M: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
     return product_TM, (product_TM, activated_TM)
 
 
-def silu_mul_backward(grad_TM: Tensor, gate_up_T2M: Tensor, kept: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """Return the gradient of gate_up, and the product. Overwrites grad_TM."""
+def silu_mul_backward(
+    grad_TM: Tensor, gate_up_T2M: Tensor, kept: tuple[Tensor, ...], amax: Amax | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient of gate_up, of which `amax` is, and the product. Overwrites grad_TM."""
     if kernels := kernels_for(gate_up_T2M, gate_up_T2M.shape[1] // 2):
-        grad_gate_up_T2M, product_TM = kernels.silu_backward(grad_TM, gate_up_T2M)
+        grad_gate_up_T2M, product_TM = kernels.silu_backward(grad_TM, gate_up_T2M, amax)
         return grad_gate_up_T2M, kept[0] if product_TM is None else product_TM
     product_TM, activated_TM = kept
     gate_TM, up_TM = gate_up_T2M.chunk(2, dim=-1)

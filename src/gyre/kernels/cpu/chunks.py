@@ -12,6 +12,7 @@ import ctypes
 import functools
 from collections.abc import Sequence
 from ctypes import c_float, c_int64, c_void_p
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ from torch import Tensor
 from gyre.kernels.cpu import build
 from gyre.kernels.cpu.build import Built, InstructionSet, Unavailable
 from gyre.kernels.cpu.library import DTYPES
+
+if TYPE_CHECKING:
+    from gyre.kernels.float8 import Amax
 
 WHOLE = 16  # numbers: whole vectors of every instruction set
 FUNCTIONS = {  # numbers first, then addresses; "f" marks a float among the numbers
@@ -60,7 +64,7 @@ def load_chunks(dtype: torch.dtype, instructions: InstructionSet | None = None) 
 
 
 class ChunkKernels:
-    """The functions of trainer.c for one dtype."""
+    """The functions of trainer.c for one dtype. None of them finds an `amax`."""
 
     def __init__(self, built: Built) -> None:
         library, self.instructions = built.functions, built.instructions
@@ -84,7 +88,7 @@ class ChunkKernels:
             threads(), *(part.data_ptr() if isinstance(part, Tensor) else part for part in arguments)
         )
 
-    def norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def norm(self, x_TE: Tensor, weight_E: Tensor, eps: float, amax: Amax | None = None) -> tuple[Tensor, Tensor]:
         """Return the normed rows and rstd with a last axis of 1."""
         x_TE = x_TE.contiguous()
         y_TE, width = torch.empty_like(x_TE), x_TE.shape[-1]
@@ -93,8 +97,9 @@ class ChunkKernels:
         return y_TE, rstd_T1
 
     def norm_backward(
-        self, grad_TE: Tensor, x_TE: Tensor, rstd_T1: Tensor, weight_E: Tensor, through_TE: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+        self, grad_TE: Tensor, x_TE: Tensor, rstd_T1: Tensor, weight_E: Tensor, through_TE: Tensor | None,
+        amax: Amax | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Return the gradients of x (plus through_TE) and of the weight."""
         grad_TE, x_TE, width = grad_TE.contiguous(), x_TE.contiguous(), x_TE.shape[-1]
         through_TE = None if through_TE is None else through_TE.contiguous()
@@ -121,7 +126,7 @@ class ChunkKernels:
 
     def heads_backward(
         self, grads: Sequence[Tensor], qkv_TR: Tensor, rstd_TJ1: Tensor | None, q_norm_D: Tensor | None,
-        k_norm_D: Tensor | None, cos_T1D: Tensor, sin_T1D: Tensor, heads: tuple[int, int],
+        k_norm_D: Tensor | None, cos_T1D: Tensor, sin_T1D: Tensor, heads: tuple[int, int], amax: Amax | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         """Return the gradients of qkv and of both norm weights."""
         grad_q, grad_k, grad_v = (grad.contiguous() for grad in grads)
@@ -136,13 +141,13 @@ class ChunkKernels:
         grad_norms_2D = partial_W2D.sum(0).to(qkv_TR.dtype)
         return grad_qkv_TR, grad_norms_2D[0], grad_norms_2D[1]
 
-    def silu(self, gate_up_T2M: Tensor) -> Tensor:
+    def silu(self, gate_up_T2M: Tensor, amax: Amax | None = None) -> Tensor:
         tokens, width = len(gate_up_T2M), gate_up_T2M.shape[1] // 2
         product_TM = torch.empty(tokens, width, dtype=gate_up_T2M.dtype)
         self._call("gyre_silu", tokens, width, gate_up_T2M, product_TM)
         return product_TM
 
-    def silu_backward(self, grad_TM: Tensor, gate_up_T2M: Tensor) -> tuple[Tensor, None]:
+    def silu_backward(self, grad_TM: Tensor, gate_up_T2M: Tensor, amax: Amax | None = None) -> tuple[Tensor, None]:
         """Return the gradient of gate_up. It does not make the product again."""
         grad_gate_up_T2M, grad_TM = torch.empty_like(gate_up_T2M), grad_TM.contiguous()
         self._call("gyre_silu_backward", *grad_TM.shape, grad_TM, gate_up_T2M, grad_gate_up_T2M)

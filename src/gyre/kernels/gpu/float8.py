@@ -2,7 +2,7 @@
 rows scaled, rounded and, where asked, transposed. Caller: kernels.float8, whose torch operations are the oracle.
 
 Each kernel reads its input once; rows and columns come from the same reading. The largest number is found by atomics,
-which is exact in any order.
+which is exact in any order; kernels of `training` that write an operand find it by the same two functions as they go.
 """
 
 # N rows, K features of a row, M rows padded with zeros to a multiple of 16
@@ -67,8 +67,21 @@ def _largest(x_ptr, amax_ptr, count, BLOCK: tl.constexpr, STEPS: tl.constexpr):
     found = tl.zeros([BLOCK], tl.float32)
     for step in range(STEPS):
         at = offs + step * BLOCK
-        found = tl.maximum(found, tl.abs(tl.load(x_ptr + at, mask=at < count, other=0.0).to(tl.float32)))
-    tl.atomic_max(amax_ptr, tl.max(found, 0))
+        found = tl.maximum(found, sizes(tl.load(x_ptr + at, mask=at < count, other=0.0)))
+    raise_to(amax_ptr, found)
+
+
+@triton.jit
+def sizes(x):
+    """|x|, or 0 of what is no number: in 8 bits it is none either, whatever the scale."""
+    size = tl.abs(x.to(tl.float32))
+    return tl.where(size == size, size, 0.0)
+
+
+@triton.jit
+def raise_to(amax_ptr, found):
+    """Raise the cell to the largest of these sizes. Nobody reads it before the kernel ends, so nothing is fenced."""
+    tl.atomic_max(amax_ptr, tl.max(found), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["amax_ptr"])

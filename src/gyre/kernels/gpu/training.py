@@ -6,6 +6,9 @@ Arithmetic is float32. The forward kernels round where torch's operations would,
 Every kernel reads and writes each row once. Gradients of norm weights are sums per program, then one sum over programs:
 no atomics, so a gradient depends on shapes and the device alone.
 
+Where the rows are about to be operands in 8 bits, `amax` asks for the largest absolute number among them, as rounded,
+what is masked out being 0 or none: one atomic per program, which is exact in any order (kernels.gpu.float8).
+
 Triton compiles a kernel anew for a number that is 1, or is a multiple of 16 where the last was not, and for an address
 that is no multiple of 16 bytes. How many tokens a chunk has only masks whole rows, so it is not looked at; widths,
 which masks along a row need for wide loads, are constants. Addresses are those of whole tensors, or of rows of them.
@@ -24,6 +27,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gyre.kernels.float8 import Amax
+from gyre.kernels.gpu.float8 import raise_to, sizes
 from gyre.kernels.gpu.token_logprobs import block_statistics, logits_gradient
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -36,25 +41,28 @@ class TrainingKernels:
     """The same calls as ChunkKernels of kernels.cpu, for CUDA tensors."""
 
     @staticmethod
-    def norm(x_NE: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def norm(x_NE: Tensor, weight_E: Tensor, eps: float, amax: Amax | None = None) -> tuple[Tensor, Tensor]:
         """Return the normed rows and rstd with a last axis of 1."""
         x_NE, width = x_NE.contiguous(), x_NE.shape[-1]
         y_NE = torch.empty_like(x_NE)
         rstd_N1 = torch.empty(*x_NE.shape[:-1], 1, dtype=torch.float32, device=x_NE.device)
+        cell = _cell(amax, rstd_N1)
         if rows := rstd_N1.numel():
             block = triton.next_power_of_2(width)
             _norm[(rows,)](
-                x_NE, weight_E.contiguous(), y_NE, rstd_N1, eps, E=width, BLOCK=block, num_warps=row_warps(block)
-            )
+                x_NE, weight_E.contiguous(), y_NE, rstd_N1, cell, eps, E=width, BLOCK=block, AMAX=amax is not None,
+                num_warps=row_warps(block),
+            )  # fmt: skip
         return y_NE, rstd_N1
 
     @staticmethod
     def norm_backward(
-        grad_NE: Tensor, x_NE: Tensor, rstd_N1: Tensor, weight_E: Tensor, through_NE: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+        grad_NE: Tensor, x_NE: Tensor, rstd_N1: Tensor, weight_E: Tensor, through_NE: Tensor | None,
+        amax: Amax | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Return the gradients of x (plus through_NE) and of the weight."""
         grad_NE, x_NE, width = grad_NE.contiguous(), x_NE.contiguous(), x_NE.shape[-1]
-        grad_x_NE, rows = torch.empty_like(x_NE), rstd_N1.numel()
+        grad_x_NE, rows, cell = torch.empty_like(x_NE), rstd_N1.numel(), _cell(amax, rstd_N1)
         if rows == 0:
             return grad_x_NE, torch.zeros_like(weight_E)
         programs = min(rows, PROGRAMS_PER_SM * multiprocessors(x_NE.device))
@@ -62,8 +70,8 @@ class TrainingKernels:
         block = triton.next_power_of_2(width)
         _norm_backward[(programs,)](
             grad_NE, x_NE, weight_E.contiguous(), rstd_N1.contiguous(),
-            grad_NE if through_NE is None else through_NE.contiguous(), grad_x_NE, partial_PE, rows,
-            E=width, BLOCK=block, THROUGH=through_NE is not None, num_warps=row_warps(block),
+            grad_NE if through_NE is None else through_NE.contiguous(), grad_x_NE, partial_PE, cell, rows,
+            E=width, BLOCK=block, THROUGH=through_NE is not None, AMAX=amax is not None, num_warps=row_warps(block),
         )  # fmt: skip
         return grad_x_NE, partial_PE.sum(0).to(weight_E.dtype)
 
@@ -89,7 +97,7 @@ class TrainingKernels:
     @staticmethod
     def heads_backward(
         grads: tuple[Tensor, Tensor, Tensor], qkv_TR: Tensor, rstd_TJ1: Tensor | None, q_norm_D: Tensor | None,
-        k_norm_D: Tensor | None, cos_T1D: Tensor, sin_T1D: Tensor, heads: tuple[int, int],
+        k_norm_D: Tensor | None, cos_T1D: Tensor, sin_T1D: Tensor, heads: tuple[int, int], amax: Amax | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         """Return the gradients of qkv and of both norm weights."""
         tokens, dim, (num_heads, num_kv) = len(qkv_TR), cos_T1D.shape[-1], heads
@@ -99,12 +107,13 @@ class TrainingKernels:
         enough = triton.cdiv(2 * PROGRAMS_PER_SM * multiprocessors(qkv_TR.device), groups)
         programs = min(triton.cdiv(tokens, tile), enough)
         partial_PD = torch.empty(groups, programs, dim, dtype=torch.float32, device=qkv_TR.device)
+        cell = _cell(amax, partial_PD)
         if tokens:
             _heads_backward[(programs, groups)](
                 *(grad.contiguous() for grad in grads), qkv_TR.contiguous(),
                 rstd_TJ1 if norms else qkv_TR, q_norm_D if norms else qkv_TR, k_norm_D if norms else qkv_TR,
-                cos_T1D.contiguous(), sin_T1D.contiguous(), grad_qkv_TR, partial_PD, tokens,
-                H=num_heads, K=num_kv, G=group, D=dim, TILE=tile, NORM=norms, num_warps=4,
+                cos_T1D.contiguous(), sin_T1D.contiguous(), grad_qkv_TR, partial_PD, cell, tokens,
+                H=num_heads, K=num_kv, G=group, D=dim, TILE=tile, NORM=norms, AMAX=amax is not None, num_warps=4,
             )  # fmt: skip
         if not norms:
             return grad_qkv_TR, None, None
@@ -112,28 +121,37 @@ class TrainingKernels:
         return grad_qkv_TR, of_q.sum((0, 1)).to(qkv_TR.dtype), of_k.sum((0, 1)).to(qkv_TR.dtype)
 
     @staticmethod
-    def silu(gate_up_T2M: Tensor) -> Tensor:
+    def silu(gate_up_T2M: Tensor, amax: Amax | None = None) -> Tensor:
         tokens, width = len(gate_up_T2M), gate_up_T2M.shape[1] // 2
         product_TM = gate_up_T2M.new_empty(tokens, width)
+        cell = _cell(amax, product_TM)
         if tokens:
             _silu[(tokens, triton.cdiv(width, SILU_BLOCK))](
-                gate_up_T2M.contiguous(), product_TM, M=width, BLOCK=SILU_BLOCK, num_warps=4
-            )
+                gate_up_T2M.contiguous(), product_TM, cell, M=width, BLOCK=SILU_BLOCK, AMAX=amax is not None,
+                num_warps=4,
+            )  # fmt: skip
         return product_TM
 
     @staticmethod
-    def silu_backward(grad_TM: Tensor, gate_up_T2M: Tensor) -> tuple[Tensor, Tensor]:
+    def silu_backward(grad_TM: Tensor, gate_up_T2M: Tensor, amax: Amax | None = None) -> tuple[Tensor, Tensor]:
         """Return the gradient of gate_up, and the product, computed again and written over grad_TM."""
         grad_TM, gate_up_T2M = grad_TM.contiguous(), gate_up_T2M.contiguous()
         grad_gate_up_T2M, (tokens, width) = torch.empty_like(gate_up_T2M), grad_TM.shape
+        cell = _cell(amax, grad_TM)
         if tokens:
             _silu_backward[(tokens, triton.cdiv(width, SILU_BLOCK))](
-                grad_TM, gate_up_T2M, grad_gate_up_T2M, M=width, BLOCK=SILU_BLOCK, num_warps=4
-            )
+                grad_TM, gate_up_T2M, grad_gate_up_T2M, cell, M=width, BLOCK=SILU_BLOCK, AMAX=amax is not None,
+                num_warps=4,
+            )  # fmt: skip
         return grad_gate_up_T2M, grad_TM
 
     block_statistics = staticmethod(block_statistics)
     logits_gradient = staticmethod(logits_gradient)
+
+
+def _cell(amax: Amax | None, other: Tensor) -> Tensor:
+    """Where a kernel leaves `amax`; nothing is written to `other` where nobody asks."""
+    return other if amax is None else amax.cell(other.device)
 
 
 def row_warps(block: int) -> int:
@@ -156,7 +174,9 @@ def head_tile(heads: tuple[int, int], dim: int) -> tuple[int, int]:
 
 
 @triton.jit
-def _norm(x_ptr, weight_ptr, out_ptr, rstd_ptr, eps, E: tl.constexpr, BLOCK: tl.constexpr):
+def _norm(
+    x_ptr, weight_ptr, out_ptr, rstd_ptr, amax_ptr, eps, E: tl.constexpr, BLOCK: tl.constexpr, AMAX: tl.constexpr
+):  # fmt: skip
     row, offs = tl.program_id(0), tl.arange(0, BLOCK)
     inside = offs < E
     first = row.to(tl.int64) * E
@@ -165,20 +185,25 @@ def _norm(x_ptr, weight_ptr, out_ptr, rstd_ptr, eps, E: tl.constexpr, BLOCK: tl.
     rstd = tl.rsqrt(tl.sum(wide * wide, 0) / E + eps)
     normed = (wide * rstd).to(x.dtype).to(tl.float32)
     weight = tl.load(weight_ptr + offs, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + first + offs, (normed * weight).to(x.dtype), mask=inside)
+    scaled = (normed * weight).to(x.dtype)
+    tl.store(out_ptr + first + offs, scaled, mask=inside)
     tl.store(rstd_ptr + row, rstd)
+    if AMAX:
+        raise_to(amax_ptr, sizes(scaled))
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _norm_backward(
-    grad_ptr, x_ptr, weight_ptr, rstd_ptr, through_ptr, out_ptr, partial_ptr, num_rows,
-    E: tl.constexpr, BLOCK: tl.constexpr, THROUGH: tl.constexpr,
+    grad_ptr, x_ptr, weight_ptr, rstd_ptr, through_ptr, out_ptr, partial_ptr, amax_ptr, num_rows,
+    E: tl.constexpr, BLOCK: tl.constexpr, THROUGH: tl.constexpr, AMAX: tl.constexpr,
 ):  # fmt: skip
     """Program p takes rows p, p + P, …, and keeps its part of the weight's gradient in registers."""
     program, programs, offs = tl.program_id(0), tl.num_programs(0), tl.arange(0, BLOCK)
     inside = offs < E
     weight = tl.load(weight_ptr + offs, mask=inside, other=0.0).to(tl.float32)
     acc = tl.zeros([BLOCK], tl.float32)
+    if AMAX:  # of eight neighbours, which one thread holds: a whole row of them would take a quarter more registers
+        found = tl.zeros([BLOCK // 8], tl.float32)
     at = program.to(tl.int64) * E + offs
     for row in tl.range(program, num_rows, programs):
         grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
@@ -190,9 +215,14 @@ def _norm_backward(
         total = (grad - scaled * (tl.sum(grad * scaled, 0) / E)) * rstd
         if THROUGH:
             total += tl.load(through_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)
+        rounded = total.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + at, rounded, mask=inside)
+        if AMAX:
+            found = tl.maximum(found, tl.max(tl.reshape(sizes(rounded), [BLOCK // 8, 8]), 1))
         at += programs.to(tl.int64) * E
     tl.store(partial_ptr + program * E + offs, acc, mask=inside)
+    if AMAX:
+        raise_to(amax_ptr, found)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -232,15 +262,16 @@ def _heads(
 @triton.jit(do_not_specialize=["num_tokens"])
 def _heads_backward(
     grad_q_ptr, grad_k_ptr, grad_v_ptr, qkv_ptr, rstd_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, out_ptr,
-    partial_ptr, num_tokens,
+    partial_ptr, amax_ptr, num_tokens,
     H: tl.constexpr, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, NORM: tl.constexpr,
+    AMAX: tl.constexpr,
 ):  # fmt: skip
     """Program (p, g): heads g · G on, of every P-th tile of tokens; the last groups are values, which only move."""
     F: tl.constexpr = D // 2
     program, programs, group = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
     offs_r, offs_f = tl.arange(0, TILE * G), tl.arange(0, F)
     head = group * G + offs_r % G
-    is_query, is_value = group < H // G, group >= (H + K) // G
+    is_query, is_value, found = group < H // G, group >= (H + K) // G, tl.zeros([TILE * G, F], tl.float32)
     grad_ptr = tl.where(is_query, grad_q_ptr, tl.where(is_value, grad_v_ptr, grad_k_ptr))
     count, local = tl.where(is_query, H, K), head - tl.where(is_query, 0, tl.where(is_value, H + K, H))
     if NORM:
@@ -272,8 +303,13 @@ def _heads_backward(
                 mean = ((tl.sum(back_1 * scaled_1, 1) + tl.sum(back_2 * scaled_2, 1)) / D)[:, None]
                 back_1, back_2 = (back_1 - scaled_1 * mean) * rstd, (back_2 - scaled_2 * mean) * rstd
             grad_1, grad_2 = back_1, back_2
-        tl.store(out_ptr + place, grad_1.to(out_ptr.dtype.element_ty), mask=mask)
-        tl.store(out_ptr + place + F, grad_2.to(out_ptr.dtype.element_ty), mask=mask)
+        rounded_1, rounded_2 = grad_1.to(out_ptr.dtype.element_ty), grad_2.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + place, rounded_1, mask=mask)
+        tl.store(out_ptr + place + F, rounded_2, mask=mask)
+        if AMAX:
+            found = tl.maximum(found, tl.maximum(sizes(rounded_1), sizes(rounded_2)))
+    if AMAX:
+        raise_to(amax_ptr, found)
     if NORM:
         to = partial_ptr + (group * programs + program) * D + offs_f
         tl.store(to, tl.sum(acc_1, 0))
@@ -281,18 +317,23 @@ def _heads_backward(
 
 
 @triton.jit
-def _silu(gate_up_ptr, out_ptr, M: tl.constexpr, BLOCK: tl.constexpr):
+def _silu(gate_up_ptr, out_ptr, amax_ptr, M: tl.constexpr, BLOCK: tl.constexpr, AMAX: tl.constexpr):
     token, offs = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = offs < M
     gate = tl.load(gate_up_ptr + token * (2 * M) + offs, mask=inside, other=0.0)
     up = tl.load(gate_up_ptr + token * (2 * M) + M + offs, mask=inside, other=0.0)
     wide = gate.to(tl.float32)
     activated = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
-    tl.store(out_ptr + token * M + offs, (activated * up.to(tl.float32)).to(gate.dtype), mask=inside)
+    product = (activated * up.to(tl.float32)).to(gate.dtype)
+    tl.store(out_ptr + token * M + offs, product, mask=inside)
+    if AMAX:
+        raise_to(amax_ptr, sizes(product))
 
 
 @triton.jit
-def _silu_backward(grad_ptr, gate_up_ptr, out_ptr, M: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_backward(
+    grad_ptr, gate_up_ptr, out_ptr, amax_ptr, M: tl.constexpr, BLOCK: tl.constexpr, AMAX: tl.constexpr
+):  # fmt: skip
     token, offs = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside, at = offs < M, token * (2 * M) + offs
     grad = tl.load(grad_ptr + token * M + offs, mask=inside, other=0.0)
@@ -302,6 +343,12 @@ def _silu_backward(grad_ptr, gate_up_ptr, out_ptr, M: tl.constexpr, BLOCK: tl.co
     wide = grad.to(tl.float32)
     gain = 1.0 / (1.0 + tl.exp(-gate))
     activated = gate * gain
-    tl.store(out_ptr + at, (wide * up * (gain * (1.0 + gate * (1.0 - gain)))).to(kind), mask=inside)
-    tl.store(out_ptr + at + M, (wide * activated).to(kind), mask=inside)
+    grad_gate = (wide * up * (gain * (1.0 + gate * (1.0 - gain)))).to(kind)
+    if AMAX:
+        found = sizes(grad_gate)
+    tl.store(out_ptr + at, grad_gate, mask=inside)
+    grad_up = (wide * activated).to(kind)
+    if AMAX:
+        raise_to(amax_ptr, tl.maximum(found, sizes(grad_up)))
+    tl.store(out_ptr + at + M, grad_up, mask=inside)
     tl.store(grad_ptr + token * M + offs, (activated.to(kind).to(tl.float32) * up).to(kind), mask=inside)
