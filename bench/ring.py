@@ -24,7 +24,6 @@ from record import circumstances, parser, say
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 MATMUL_FLOPS, COPY_BYTES_PER_S = 794e12, 4.28e12  # measured on an H200: bfloat16 products, copy counted both ways
-WARM_UP = 2
 
 
 def main() -> None:
@@ -32,13 +31,14 @@ def main() -> None:
     options.add_argument("--config", type=Path, default=CONFIGS / "arith_grpo_1gpu.toml")
     options.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     options.add_argument("--label", default="", help="behind the record's name, for a run with --set")
+    options.add_argument("--warm-up", type=int, default=2, help="steps of the main stage that are not counted")
     options.add_argument("--read", type=Path, help="a run's folder: read what it told so far, and train nothing")
     args = options.parse_args()
     if args.record:
         circumstances(args.commit)  # what a record needs and this machine lacks is told before anything is measured
     told = {"evals": None, "goal": None}
     if args.read:
-        detail = read_run(args.read)
+        detail = read_run(args.read, args.warm_up)
     else:
         detail, told = run(args)
     say(
@@ -64,17 +64,17 @@ def run(args: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         sets = [f"run.folder={folder}", "observe.report=false", *args.set]
         result = train(args.config, sets, resume=None, stage="all", plain=True)
-        detail = read_run(Path(result["run"]))
+        detail = read_run(Path(result["run"]), args.warm_up)
     evals = {name: numbers for name, numbers in result["evals"].items() if name == "accuracy"}
     return detail, {"evals": evals, "goal": result["goal"]}
 
 
-def read_run(folder: Path) -> dict[str, Any]:
+def read_run(folder: Path, warm_up: int) -> dict[str, Any]:
     rows = list(read_events(folder / "events.jsonl"))
     main_from = next(i for i, row in enumerate(rows) if row["kind"] == "stage.started" and row["stage"] == "main")
     cold, rows_main = rows[:main_from], rows[main_from:]
-    warm = [row for row in rows_main if row.get("step", 0) > WARM_UP]
-    steps = [row for row in rows_main if row["kind"] == "step.done"][WARM_UP:]
+    warm = [row for row in rows_main if row.get("step", 0) > warm_up]
+    steps = [row for row in rows_main if row["kind"] == "step.done"][warm_up:]
     phases: dict[str, list[float]] = {}
     for row in warm:
         if row["kind"] == "phase.ended" and row["depth"] == 0:
@@ -85,11 +85,11 @@ def read_run(folder: Path) -> dict[str, Any]:
     gaps = [row["metrics"]["logprob_gap"] for row in rows_main if row["kind"] == "step.done"]
     return {
         "median_step_s": statistics.median(row["seconds"] for row in steps),
-        "steps": len(steps) + WARM_UP,
+        "steps": len(steps) + warm_up,
         "run_s": round(rows[-1]["t"] - rows[0]["t"], 1),
         "made_s": made_seconds(rows),
         "phases_s": {name: round(statistics.median(values), 3) for name, values in phases.items()},
-        "switches_s": switches(rows_main),
+        "switches_s": switches(rows_main, warm_up),
         "moves_s_per_step": round(sum(row["seconds"] for row in moves) / len(steps), 3),
         "moved_bytes_per_step": sum(row["size_bytes"] for row in moves) // len(steps),
         "boundaries": boundaries(warm),
@@ -117,12 +117,12 @@ def made_seconds(rows: list[dict[str, Any]]) -> dict[str, float]:
     return found
 
 
-def switches(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
+def switches(rows: list[dict[str, Any]], warm_up: int) -> dict[str, list[float]]:
     """Seconds from the end of a phase to the start of the next one that is named, and what lies between and is no
     switch taken out: [median, largest] over the steps."""
     times: dict[int, dict[str, tuple[float, float]]] = {}
     for row in rows:
-        if row["kind"] == "phase.ended" and row["depth"] == 0 and row.get("step", 0) > WARM_UP:
+        if row["kind"] == "phase.ended" and row["depth"] == 0 and row.get("step", 0) > warm_up:
             times.setdefault(row["step"], {})[row["phase"]] = (row["t"] - row["seconds"], row["t"])
     found: dict[str, list[float]] = {"rollout_to_train": [], "train_to_rollout": []}
     for step, own in times.items():
