@@ -170,6 +170,22 @@ def test_weights_go_from_shards_into_the_engines(tmp_path: Path, undisturbed: St
         assert here["metrics"]["logprob_gap_max"] < 1e-4
 
 
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_second_stage_begins_with_the_shards_of_the_first(tmp_path: Path, alike: bool) -> None:
+    """No rank has the model whole between two stages, unless a reference is cut in another way."""
+    sets = {**ON_RAY, "cold_start.steps": 3, "trainer.steps": 2, "objective.kl_coef": 0.1, "snapshot.every_steps": 0}
+    del sets["cold_start"]
+    alone = finished(tmp_path / "alone", {**sets, "cluster": None})
+    own = {"parallel.zero": 3} | ({} if alike else {"parallel.reference": {"zero": 0}})
+    story = finished(tmp_path / "shards", {**sets, **own})
+    left = events_of(tmp_path / "shards" / "runs" / "tiny", "policy.left")
+    assert [row["in_shards"] for row in left] == [alike, alike], "of each rank, once"
+    assert len(story.steps) == len(alone.steps) == 5
+    for here, there in zip(story.steps, alone.steps, strict=True):
+        for name in set(here["metrics"]) & {"loss", "grad_norm", "reward", "kl_reference"}:
+            assert here["metrics"][name] == pytest.approx(there["metrics"][name], rel=1e-3, abs=1e-4), name
+
+
 def test_several_nodes(tmp_path: Path, undisturbed: Story, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in LOOPBACK.items():
         monkeypatch.setenv(name, value)

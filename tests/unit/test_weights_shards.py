@@ -173,6 +173,21 @@ def test_one_process_gathers_from_itself():
     assert all(torch.equal(into[name], tensor.bfloat16().float()) for name, tensor in tensors.items())
 
 
+def test_a_rank_reads_its_own_runs_of_what_lies_in_shards():
+    whole = {"a": torch.randn(5, 3), "b": torch.randn(4)}
+    layout = row_layout({name: tuple(tensor.shape) for name, tensor in whole.items()}, num_ranks=2)
+    for rank in range(2):
+        own = {name: whole[name].view(-1)[place.start : place.stop] for name, place in layout.ranks[rank].items()}
+        source = ShardSource(layout, own, group=WiredGroup(Wire(2), rank), dtype=torch.bfloat16)
+        assert source.shapes == layout.shapes
+        for name, place in layout.ranks[rank].items():
+            got_N = torch.zeros(place.stop - place.start)
+            source.read(name, place.start, place.stop, got_N)
+            assert torch.equal(got_N, own[name].bfloat16().float())
+        with pytest.raises(AssertionError, match="not this rank's"):
+            source.read("a", 0, 15, torch.zeros(15))
+
+
 def test_copies_must_be_whole():
     assert [shard_size(8, n) for n in (0, 1, 2, 4, 8)] == [8, 1, 2, 4, 8]
     for bad in (3, 16):

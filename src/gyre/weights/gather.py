@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gyre.parallel.group import Group
-from gyre.weights.shards import GatherBucket, ShardLayout, plan_gather
+from gyre.weights.shards import GatherBucket, Shape, ShardLayout, plan_gather
 
 BUCKET_BYTES = 256 << 20
 
@@ -112,7 +112,8 @@ def local_runs(layout: ShardLayout, local: Mapping[str, Tensor], *, rank: int, d
 
 class ShardSource(Mapping[str, Tensor]):
     """A version whose tensors lie in shards: name → this rank's run, flat. What `register` of a sharded trainer hands
-    out; it is read by `gather_buckets` or `gather_into`, on all ranks at once."""
+    out; it is read by `gather_buckets` or `gather_into`, on all ranks at once. It is also a TensorSource of what this
+    rank has, for models that are cut alike."""
 
     def __init__(self, layout: ShardLayout, local: Mapping[str, Tensor], *, group: Group, dtype: torch.dtype) -> None:
         self.layout, self.dtype = layout, dtype
@@ -126,6 +127,17 @@ class ShardSource(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self.layout.shapes)
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]:
+        return self.layout.shapes
+
+    def read(self, name: str, start: int, stop: int, out_N: Tensor) -> None:
+        """See `TensorSource`; numbers are rounded to `dtype` on the way."""
+        place = self.layout.ranks[self._group.rank][name]
+        assert place.start <= start and stop <= place.stop, f"{name}: numbers [{start}, {stop}) are not this rank's"
+        own_N = self._local[name].detach().reshape(-1)[start - place.start : stop - place.start]
+        out_N.copy_(own_N.to(self.dtype))
 
     def gather_buckets(self, *, bucket_bytes: int = BUCKET_BYTES) -> Iterator[Run]:
         """See `gather_runs`."""

@@ -163,16 +163,27 @@ class Device:
         if self.trainer is not None:
             await self.trainer.close()
 
-    def whole_policy(self, policy: Policy) -> Policy:
-        """The policy with the trained weights whole, on every rank; all ranks call it, before `close`."""
+    def left_policy(self, policy: Policy) -> Policy:
+        """The policy as the next stage begins with it; all ranks call it, before `close`. Where its models are cut like
+        this one, each rank reads its own shards, which live until then; else every rank has the weights whole."""
         assert self.trainer is not None
         if self._group is None or not self.cuts_weights:
             return policy
-        decoder = Decoder(policy.spec, device=self._machine.device, dtype=self._machine.dtype)
+        alike = self._cuts_alike()
+        device = torch.device("meta") if alike else self._machine.device
+        decoder = Decoder(policy.spec, device=device, dtype=self._machine.dtype)
+        self._emit("policy.left", in_shards=alike)
+        if alike:
+            return replace(policy, decoder=decoder, weights=self.trained_shards())
         with self._group.guard("end of the stage"):
             home = {name: parameter.detach() for name, parameter in decoder.named_parameters()}
             self.trained_shards().gather_into(home)
         return replace(policy, decoder=decoder)
+
+    def _cuts_alike(self) -> bool:
+        """Whether every model that begins with the policy's weights has the actor's cuts."""
+        splits = [self._config.parallel.of(model) for model in ("actor", "critic", "reference")]
+        return all(zero >= 2 for zero, _ in splits) and len({shard_ranks for _, shard_ranks in splits}) == 1
 
     def trained_shards(self) -> ShardSource:
         """Where the trained weights lie in shards: this rank's, which outlive `close`."""

@@ -42,6 +42,7 @@ from gyre.rewards.contract import check_rewards
 from gyre.rewards.score import RuleScorer
 from gyre.runconfig import INVARIANT_HINT, INVARIANT_REFUSAL, RunConfig
 from gyre.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from gyre.weights.gather import ShardSource
 from gyre.wire.stages import Stage, trains_invariant
 
 Emit = Callable[..., None]
@@ -74,7 +75,7 @@ class Policy:
     decoder: Decoder
     tokenizer: Tokenizer
     spec: ModelSpec
-    weights: Checkpoint | FreshWeights | None = None  # what fills a decoder of the meta device
+    weights: Checkpoint | FreshWeights | ShardSource | None = None  # what fills a decoder of the meta device
 
 
 def make_machine(config: RunConfig) -> Machine:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -104,6 +104,7 @@ class RankWorker:
             trainer = await self._on_compute(
                 lambda: device.make_trainer(stage, self._policy, version, resumed=bool(snapshot))
             )
+            self._policy = replace(self._policy, weights=None)  # read: shards of the stage before go now
             if snapshot:
                 await self._on_compute(lambda: trainer.restore(_load(snapshot)))
             where = (self._config, self._order.folder, stage_name)
@@ -118,7 +119,7 @@ class RankWorker:
         return version
 
     async def end(self, last: bool) -> None:
-        """Close the stage's objects. The next stage wants the policy whole; an export after the last takes shards."""
+        """Close the stage's objects, and keep the policy for the next stage, or shards for an export after the last."""
         device, self._device = self._device, None
         assert device is not None
         self.trainer = self.engine = None
@@ -126,7 +127,7 @@ class RankWorker:
             if last and device.cuts_weights:
                 self._shards = await self._on_compute(device.trained_shards)
             else:
-                self._policy = await self._on_compute(lambda: device.whole_policy(self._policy))
+                self._policy = await self._on_compute(lambda: device.left_policy(self._policy))
             self._head = device.trainer.head
         await device.close()
         if self._snapshots is not None:
