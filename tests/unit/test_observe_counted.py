@@ -63,6 +63,7 @@ ORDINARY = {
     "fake.failure": "asked for by a test",
     "memory": "a reading",
     "memory.move": "planned",
+    "policy.left": "told once per stage, with the way",
     "reward.*": "one rollout's outcome; warn.reward_failed counts them by step",
     "reward.window": "a reading",
     "rollouts.carried": "they go on in the next step",
