@@ -90,7 +90,8 @@ class Pairs:
 
 
 def waits(group: Group, layout: str, spec: str) -> tuple[list[str], list[tuple[int, int]]]:
-    """FSDP2's collectives of a chunk and the marks around them, as on a GPU; which marks are the two ends of a wait."""
+    """FSDP2's collectives of a chunk, its own waits for weights, and the marks around them, as on a GPU; which marks are
+    the two ends of a wait."""
     told, pairs = [], Pairs()
     kept, computing = fsdp.make_exposed, Numbered(told, "computing")
     fsdp.make_exposed = lambda *_: Exposed(pairs, computing, lambda: Numbered(told, "beside"))  # pyright: ignore
@@ -104,6 +105,7 @@ def waits(group: Group, layout: str, spec: str) -> tuple[list[str], list[tuple[i
         state = module._get_fsdp_state()._fsdp_param_group
         for kind, comm in (("gather", state._all_gather_comm), ("sum", state._reduce_scatter_comm)):
             comm._run = noting(told, f"{kind} {names[module]}", comm._run)
+        state.wait_for_unshard = noting(told, f"wait {names[module]}", state.wait_for_unshard)
     (update,) = trainer._evaluator.complete(batch_for(8, seed=0))[1].updates
     told.clear()
     chunk_logprobs(decoder, update.chunks[0])[0].sum().backward()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from observe_run import Clock, write_run
 from rich.console import Console
@@ -138,6 +138,8 @@ def test_a_resumed_run_shows_where_it_is_from_the_start(tmp_path: Path) -> None:
     assert " h " not in text.splitlines()[0]  # the hour and a half between the attempts is no run time
 
 
+@example(values=[0.0, 1.1125369292536007e-308])
+@example(values=[-1.7e308, 0.0, 1.7e308])
 @given(values=st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=5))
 def test_any_metric_can_be_shown(values: list[float]) -> None:
     state = LiveState()

@@ -323,6 +323,12 @@ def test_each_wait_beside_the_computation_has_two_ends(pair, layout):
         ends = [told[done - 1] for _, done in pairs]
         assert all(told[reached] == "computing" and told[done] == "beside" for reached, done in pairs)
         assert sorted([*ends, "sum layers.0"]) == sorted(collectives), "one wait is not seen"
+        for reached, done in pairs:
+            kind, name = told[done - 1].split()
+            waits_after = [at for at, what in enumerate(told) if what == f"wait {name}" and at > max(reached, done)]
+            others = [mark for mark, _ in pairs if told[mark] == "computing" and mark > reached]
+            assert kind == "sum" or waits_after, f"{name}: the mark is not before FSDP2's own wait"
+            assert kind == "sum" or not any(reached < mark < waits_after[0] for mark in others), name
         later = sorted(told[done - 1] for reached, done in pairs if reached > done)
         ahead = ["gather layers.0", "gather layers.1", "gather layers.2"] if layout == "zero3" else []
         assert later == [*ahead, "sum head", "sum layers.1", "sum layers.2"]

@@ -284,9 +284,9 @@ def sparkline(values: tuple[float, ...], *, width: int) -> str:
     finite = [value for value in values if math.isfinite(value)][-width:]
     if not finite:
         return ""
-    low, high = min(finite), max(finite)
-    scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(SPARKS[round((value - low) * scale)] for value in finite)
+    low, high = min(finite) / 2, max(finite) / 2  # halves: the whole range may be more than a float holds
+    shares = ((value / 2 - low) / (high - low) if high > low else 0.0 for value in finite)
+    return "".join(SPARKS[round(share * (len(SPARKS) - 1))] for share in shares)
 
 
 def show_number(value: float) -> str:

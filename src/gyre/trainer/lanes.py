@@ -1,5 +1,6 @@
 """Lanes: copies that run beside the computation. In: tensors on a device and in host memory. Out: the copies, and marks
-that tell when they are done. Callers: trainer.offload, trainer.host_gradients, trainer.weight_stream.
+that tell when they are done. Callers: trainer.offload, trainer.host_gradients, trainer.weight_stream; for marks alone
+trainer.fsdp and trainer.exposed.
 
 On a CUDA device a lane is a stream and a mark an event. On a CPU a lane copies at once and its marks are reached when
 they are made, so the code above is the same.

@@ -5,7 +5,7 @@ MemoryBudgetError naming the owner that did not let go. Runs on the compute thre
 enters phases.
 
 Events: `memory.move` for each move (component, source, target, size_bytes, seconds, reason), `memory` at each boundary
-(phase, step, owners: bytes by component and tier, device_free_bytes, …).
+(phase, step, owners: bytes by component and tier, device_free_bytes, …; device_peak_bytes is of the phase before).
 """
 
 from __future__ import annotations

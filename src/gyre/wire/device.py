@@ -20,6 +20,7 @@ from gyre.engine.native import NativeEngine
 from gyre.models.checkpoint import Checkpoint
 from gyre.models.decoder import Decoder
 from gyre.parallel.group import Group, alone
+from gyre.parallel.mesh import shard_size
 from gyre.planner.gpus import peak_flops
 from gyre.planner.plan import Plan
 from gyre.runconfig import RunConfig
@@ -164,8 +165,9 @@ class Device:
             await self.trainer.close()
 
     def left_policy(self, policy: Policy) -> Policy:
-        """The policy as the next stage begins with it; all ranks call it, before `close`. Where its models are cut like
-        this one, each rank reads its own shards, which live until then; else every rank has the weights whole."""
+        """The policy as the next stage begins with it; all ranks call it, before `close`. Where critic and reference
+        would be cut like this one, each rank reads its own shards, which live until then; else it has the weights
+        whole."""
         assert self.trainer is not None
         if self._group is None or not self.cuts_weights:
             return policy
@@ -181,9 +183,11 @@ class Device:
         return replace(policy, decoder=decoder)
 
     def _cuts_alike(self) -> bool:
-        """Whether every model that begins with the policy's weights has the actor's cuts."""
+        """Whether each model that may begin with the policy's weights would have the actor's cuts."""
+        assert self._group is not None
         splits = [self._config.parallel.of(model) for model in ("actor", "critic", "reference")]
-        return all(zero >= 2 for zero, _ in splits) and len({shard_ranks for _, shard_ranks in splits}) == 1
+        sizes = {shard_size(self._group.size, shard_ranks) for _, shard_ranks in splits}
+        return all(zero >= 2 for zero, _ in splits) and len(sizes) == 1
 
     def trained_shards(self) -> ShardSource:
         """Where the trained weights lie in shards: this rank's, which outlive `close`."""

@@ -70,7 +70,8 @@ class Facts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """A model with its tokenizer. A new run's decoder is on the meta device until a trainer begins with it."""
+    """A model with its tokenizer. Until a trainer begins with it the decoder of a new run is on the meta device, and so
+    is that of a stage that begins with shards."""
 
     decoder: Decoder
     tokenizer: Tokenizer

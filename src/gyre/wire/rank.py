@@ -25,6 +25,7 @@ from gyre.planner.plan import Plan
 from gyre.runconfig import RunConfig
 from gyre.text.tokenizer import load_tokenizer
 from gyre.trainer.snapshot import Fault, find_faults, load
+from gyre.vram.probe import give_back
 from gyre.weights.gather import ShardSource
 from gyre.wire.device import Device
 from gyre.wire.make import Machine, Policy, make_machine, make_policy
@@ -104,7 +105,9 @@ class RankWorker:
             trainer = await self._on_compute(
                 lambda: device.make_trainer(stage, self._policy, version, resumed=bool(snapshot))
             )
-            self._policy = replace(self._policy, weights=None)  # read: shards of the stage before go now
+            self._policy = replace(self._policy, weights=None)
+            # Read: shards of the stage before go now. Their model is a cycle of references.
+            await self._on_compute(lambda: give_back(self._machine.device, collect=True))
             if snapshot:
                 await self._on_compute(lambda: trainer.restore(_load(snapshot)))
             where = (self._config, self._order.folder, stage_name)
@@ -132,6 +135,7 @@ class RankWorker:
         await device.close()
         if self._snapshots is not None:
             await self._snapshots.finish()
+            self._snapshots = None
 
     async def enter(self, phase: Phase, step: int) -> int:
         """Move this device's memory for a phase. Returns the bytes that its components hold there afterwards."""
