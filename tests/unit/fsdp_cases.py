@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from zero_cases import batch_for, trainer_on
 
+from gyre.models.decoder import Decoder
 from gyre.parallel.group import Group
 from gyre.trainer import fsdp
 from gyre.trainer.exposed import Exposed
@@ -47,17 +48,23 @@ def order_of_collectives(group: Group, spec: str) -> list[str]:
     """FSDP2's of a step, by the module that they are of."""
     trainer, told = trainer_on(group, "sft", layout="zero3", spec=spec), []
     decoder = trainer._models.actor.decoder
-    names = {module: name or "root" for name, module in decoder.named_modules()}
-    for module in sharded_parts(decoder):
-        state = module._get_fsdp_state()._fsdp_param_group
-        for kind, comm in (("gather", state._all_gather_comm), ("sum", state._reduce_scatter_comm)):
-            comm._run = noting(told, f"{kind} {names[module]}", comm._run)
+    note_collectives(decoder, told)
     (update,) = trainer._evaluator.complete(batch_for(8, seed=0))[1].updates
     told.clear()
     logprobs_N, _ = chunk_logprobs(decoder, update.chunks[0])
     told.append("loss")
     logprobs_N.sum().backward()
     return told
+
+
+def note_collectives(decoder: Decoder, told: list[str]) -> dict[str, Any]:
+    """Write each into `told`, with the group that it is of, from now on; returns FSDP2's state of each group."""
+    names, states = {module: name or "root" for name, module in decoder.named_modules()}, {}
+    for module in sharded_parts(decoder):
+        state = states[names[module]] = module._get_fsdp_state()._fsdp_param_group
+        for kind, comm in (("gather", state._all_gather_comm), ("sum", state._reduce_scatter_comm)):
+            comm._run = noting(told, f"{kind} {names[module]}", comm._run)
+    return states
 
 
 def noting(told: list[str], name: str, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -100,12 +107,8 @@ def waits(group: Group, layout: str, spec: str) -> tuple[list[str], list[tuple[i
     finally:
         fsdp.make_exposed = kept
     decoder = trainer._models.actor.decoder
-    names = {module: name or "root" for name, module in decoder.named_modules()}
-    for module in sharded_parts(decoder):
-        state = module._get_fsdp_state()._fsdp_param_group
-        for kind, comm in (("gather", state._all_gather_comm), ("sum", state._reduce_scatter_comm)):
-            comm._run = noting(told, f"{kind} {names[module]}", comm._run)
-        state.wait_for_unshard = noting(told, f"wait {names[module]}", state.wait_for_unshard)
+    for name, state in note_collectives(decoder, told).items():
+        state.wait_for_unshard = noting(told, f"wait {name}", state.wait_for_unshard)
     (update,) = trainer._evaluator.complete(batch_for(8, seed=0))[1].updates
     told.clear()
     chunk_logprobs(decoder, update.chunks[0])[0].sum().backward()
