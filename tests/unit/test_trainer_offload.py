@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import resource
 import threading
+import time
 
 import pytest
 import torch
@@ -161,6 +163,26 @@ def test_a_file_is_there_while_it_is_needed_and_no_other_run_may_have_it(tmp_pat
     trainer.step_now(make_batch())
     trainer._close()
     assert list(folder.iterdir()) == []
+
+
+def test_a_rank_that_looks_for_leftovers_is_waited_for(tmp_path):
+    """It may find another rank's file between its making and its lock, and holds it while it looks."""
+    path = tmp_path / "actor.optimizer.offload"
+    handle = os.open(path, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def look() -> None:
+        time.sleep(0.2)
+        path.unlink()
+        os.close(handle)
+
+    looks = threading.Thread(target=look)
+    looks.start()
+    file = StateFile(tmp_path, "actor.optimizer", {"exp_avg": (10, torch.float32)}, lambda *_, **__: None)
+    looks.join()
+    assert path.exists()
+    file.close()
+    assert not path.exists()
 
 
 def test_a_disk_needs_a_folder() -> None:

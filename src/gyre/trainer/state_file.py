@@ -12,6 +12,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,6 +24,7 @@ from gyre.core.errors import InputError, MemoryBudgetError, SnapshotError, is_di
 
 SUFFIX = ".offload"
 PAGE_BYTES = mmap.PAGESIZE
+LOOK_S, POLL_S = 2.0, 0.01  # longest that another rank looks whether a file is a leftover; between two tries
 
 
 class StateFile:
@@ -151,13 +153,18 @@ def _remove(path: Path, handle: int) -> None:
 
 
 def _open_locked(path: Path) -> int:
-    """A new empty file that this process holds. InputError if another one does."""
+    """A new empty file that this process holds. InputError if another one does, for longer than another rank takes that
+    finds the file before its lock and looks whether it is a leftover."""
+    ends_s = time.monotonic() + LOOK_S
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(handle)
+            if time.monotonic() < ends_s:
+                time.sleep(POLL_S)
+                continue
             raise InputError(
                 f"{path} is in use by another process", hint="give each run a memory.disk_folder of its own"
             ) from None
