@@ -3,21 +3,16 @@ answers. Tests: test_engine_native.py."""
 
 from __future__ import annotations
 
-import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import torch
 import transformers
+from sampling_cases import answer_all, with_engine
 
-from gyre.core.records import Completion, Request, Sampling
-from gyre.engine.config import EngineConfig
+from gyre.core.records import Completion, EngineStats, Request, Sampling
 from gyre.engine.native import NativeEngine
-from gyre.engine.streams import collect
-from gyre.models.load import load_hub
 
-CPU = torch.device("cpu")
 VOCAB, CONTEXT = 101, 512
 
 
@@ -57,48 +52,24 @@ def save_tiny(folder: Path, family: str, *, seed: int = 0) -> transformers.PreTr
     return model
 
 
-def no_failure(kind: str, **fields: object) -> None:
-    """The engine answers everyone and goes on after a fault of ours; here it is to be seen."""
-    if kind == "engine.failed":
-        print(kind, fields)
-
-
 def run(
     folder: Path, requests: list[Request], *, waves: int = 1, tokenizer=None, **config
 ) -> list[tuple[Completion, ...]]:
-    """All requests at once (or one wave after another) on a fresh engine; asserts that nothing leaks."""
+    """All requests at once (or one wave after another) on a fresh engine; asserts that nothing leaks or fails."""
     results, _ = run_with_stats(folder, requests, waves=waves, tokenizer=tokenizer, **config)
     return results
 
 
-def run_with_stats(folder: Path, requests: list[Request], *, waves: int = 1, tokenizer=None, **config):
-    _, decoder = load_hub(folder, device=CPU, dtype=torch.float32)
-    settings = {"num_pages": 400, "page_tokens": 8, "max_running": 16, "token_budget": 256, **config}
+def run_with_stats(
+    folder: Path, requests: list[Request], *, waves: int = 1, tokenizer=None, **config
+) -> tuple[list[tuple[Completion, ...]], EngineStats]:
+    async def use(engine: NativeEngine) -> tuple[list[tuple[Completion, ...]], EngineStats]:
+        results = []
+        for wave in range(waves):
+            results += await answer_all(engine, requests[wave::waves])
+        return results, await engine.stats()
 
-    async def main():
-        with ThreadPoolExecutor(1) as compute:
-            engine = NativeEngine(
-                decoder,
-                EngineConfig(**settings),
-                tokenizer,
-                compute=compute,
-                emit=no_failure,
-                device=CPU,
-                dtype=torch.float32,
-                version=3,
-            )
-            await engine.start(dummy=False)
-            results = []
-            for wave in range(waves):
-                streams = [engine.submit(request) for request in requests[wave::waves]]
-                results += await asyncio.gather(*map(collect, streams))
-            assert engine._cycle is not None
-            engine._cycle.roster.check()
-            stats = await engine.stats()
-            assert stats.pages_used == 0 and stats.running == 0 and stats.waiting == 0
-            return results, stats
-
-    return asyncio.run(main())
+    return with_engine(folder, use, tokenizer=tokenizer, **config)
 
 
 def prompts(count: int, seed: int = 0, low: int = 3, high: int = 40) -> list[np.ndarray]:

@@ -13,17 +13,16 @@ import pytest
 import torch
 import transformers
 from native_cases import (
-    CPU,
     VOCAB,
     by_transformers,
     make_requests,
-    no_failure,
     prompts,
     run,
     run_with_stats,
     save_tiny,
     tokens_of,
 )
+from sampling_cases import CPU, with_engine
 
 from gyre.core.records import Completion, Partial, Request, Support, TokenChunk
 from gyre.engine.config import EngineConfig
@@ -112,33 +111,30 @@ def test_preemption_swap_chunks_and_overlap_do_not_change_tokens(qwen3: Path, ru
 def test_what_comes_back_from_host_memory_is_the_same_to_the_bit(qwen3: Path) -> None:
     """One request at a time, so that every step has the same shape: swapped out and in after each token, its tokens and
     log-probs are those of the undisturbed run, bit for bit, and the steps are as many."""
-    _, decoder = load_hub(qwen3, device=CPU, dtype=torch.float32)
     request = make_requests(1, temperature=1.0, max_tokens=50)[0]
+    config = {"num_pages": 60, "max_running": 2, "token_budget": 16, "burst_steps": 1, "prefix_cache": False}
+    config |= {"kv_host_bytes": 10**6, "prefill_tokens_per_s": 1e-3}
 
-    async def main(disturb: bool):
-        with ThreadPoolExecutor(1) as compute:
-            config = EngineConfig(
-                num_pages=60, page_tokens=8, max_running=2, token_budget=16, burst_steps=1, prefix_cache=False,
-                kv_host_bytes=10**6, prefill_tokens_per_s=1e-3,
-            )  # fmt: skip
-            engine = NativeEngine(decoder, config, compute=compute, emit=no_failure, device=CPU, dtype=torch.float32)
-            await engine.start(dummy=False)
-            cycle = engine._cycle
-            assert cycle is not None
-            if disturb:
-                step = cycle.step
+    async def answer(engine: NativeEngine):
+        (part,) = await collect(engine.submit(request))
+        return part, await engine.stats()
 
-                def swap_and_step():
-                    cycle.quiesce()
-                    for row in cycle.roster.active_rows().tolist():
-                        preempt(cycle.roster, row, reason="test", version=cycle.version)
-                    return step()
+    async def answer_disturbed(engine: NativeEngine):
+        cycle = engine._cycle
+        assert cycle is not None
+        step = cycle.step
 
-                cycle.step = swap_and_step  # type: ignore[method-assign]
-            (part,) = await collect(engine.submit(request))
-            return part, await engine.stats()
+        def swap_and_step():
+            cycle.quiesce()
+            for row in cycle.roster.active_rows().tolist():
+                preempt(cycle.roster, row, reason="test", version=cycle.version)
+            return step()
 
-    (plain, before), (disturbed, after) = asyncio.run(main(False)), asyncio.run(main(True))
+        cycle.step = swap_and_step  # type: ignore[method-assign]
+        return await answer(engine)
+
+    plain, before = with_engine(qwen3, answer, **config)
+    disturbed, after = with_engine(qwen3, answer_disturbed, **config)
     assert after.swaps_out == after.swaps_in > 49 and before.swaps_out == 0
     assert after.steps == before.steps and after.recomputed_tokens == 0
     for name in ("tokens", "logprobs", "raw_logprobs"):
@@ -220,46 +216,38 @@ def go_on(had: Partial | None, part: Completion | TokenChunk) -> Partial:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_interrupted_completions_go_on_as_if_nothing_had_happened(qwen3: Path, overlap: bool) -> None:
     """Interrupt again and again, and go on each time from what came back, until everything is whole."""
-    _, decoder = load_hub(qwen3, device=CPU, dtype=torch.float32)
     rules = {"temperature": 0.9, "top_p": 0.95, "n": 2, "max_tokens": 40}
     requests = [replace(request, chunk_tokens=3) for request in make_requests(4, **rules)]
     whole = run(qwen3, requests)
     begun: dict[str, dict[int, Partial]] = {request.request_id: {} for request in requests}
 
-    async def main() -> int:
-        with ThreadPoolExecutor(1) as compute:
-            config = EngineConfig(
-                num_pages=300, page_tokens=8, max_running=6, token_budget=64, burst_steps=1, overlap=overlap
-            )
-            engine = NativeEngine(
-                decoder, config, compute=compute, emit=no_failure, device=CPU, dtype=torch.float32, version=3
-            )
-            await engine.start(dummy=False)
-            interrupts = 0
-            while True:
-                streams = [
-                    engine.submit(replace(request, partials=tuple(begun[request.request_id].values())))
-                    for request in requests
-                ]
-                first = await anext(streams[0])
-                partials = await engine.interrupt(deadline_s=10)
-                interrupts += 1
-                rests = [await collect(stream) for stream in streams]
-                for part in (first, *(part for rest in rests for part in rest)):
-                    had = begun[part.request_id]
-                    had[part.index] = go_on(had.get(part.index), part)
-                    if part.finish == "interrupted":
-                        (given,) = (given for given in partials[part.request_id] if given.index == part.index)
-                        assert given.tokens.tolist() == had[part.index].tokens.tolist()
-                        assert given.support is not None and had[part.index].support is not None
-                        assert given.support.ids.tolist() == had[part.index].support.ids.tolist()
-                if all(part.finish == "length" for rest in rests for part in rest):
-                    assert not partials
-                    return interrupts
-                assert engine._cycle is not None
-                engine._cycle.roster.check()
+    async def interrupt_all(engine: NativeEngine) -> int:
+        interrupts = 0
+        while True:
+            streams = [
+                engine.submit(replace(request, partials=tuple(begun[request.request_id].values())))
+                for request in requests
+            ]
+            first = await anext(streams[0])
+            partials = await engine.interrupt(deadline_s=10)
+            interrupts += 1
+            rests = [await collect(stream) for stream in streams]
+            for part in (first, *(part for rest in rests for part in rest)):
+                had = begun[part.request_id]
+                had[part.index] = go_on(had.get(part.index), part)
+                if part.finish == "interrupted":
+                    (given,) = (given for given in partials[part.request_id] if given.index == part.index)
+                    assert given.tokens.tolist() == had[part.index].tokens.tolist()
+                    assert given.support is not None and had[part.index].support is not None
+                    assert given.support.ids.tolist() == had[part.index].support.ids.tolist()
+            if all(part.finish == "length" for rest in rests for part in rest):
+                assert not partials
+                return interrupts
+            assert engine._cycle is not None
+            engine._cycle.roster.check()
 
-    assert asyncio.run(main()) > 5
+    config = {"num_pages": 300, "max_running": 6, "token_budget": 64, "burst_steps": 1}
+    assert with_engine(qwen3, interrupt_all, overlap=overlap, **config) > 5
     for parts in whole:
         for part in parts:
             had = begun[part.request_id][part.index]
