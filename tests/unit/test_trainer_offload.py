@@ -7,7 +7,6 @@ import fcntl
 import os
 import resource
 import threading
-import time
 
 import pytest
 import torch
@@ -29,7 +28,7 @@ from zero_cases import AWAY, equal_away
 from gyre.core.errors import ConfigError, DeadlineError, InputError, MemoryBudgetError, SnapshotError
 from gyre.planner.plan import PlanInputs
 from gyre.planner.shapes import model_numbers
-from gyre.trainer import offload
+from gyre.trainer import offload, state_file
 from gyre.trainer.adamw import Span
 from gyre.trainer.cuts import BLOCK, numbers_per_cut, plan_cuts, staging_bytes
 from gyre.trainer.home import Home
@@ -165,22 +164,21 @@ def test_a_file_is_there_while_it_is_needed_and_no_other_run_may_have_it(tmp_pat
     assert list(folder.iterdir()) == []
 
 
-def test_a_rank_that_looks_for_leftovers_is_waited_for(tmp_path):
+def test_a_rank_that_looks_for_leftovers_is_waited_for(tmp_path, monkeypatch):
     """It may find another rank's file between its making and its lock, and holds it while it looks."""
     path = tmp_path / "actor.optimizer.offload"
     handle = os.open(path, os.O_RDWR | os.O_CREAT)
     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    waits = []
 
-    def look() -> None:
-        time.sleep(0.2)
+    def look_ends(seconds: float) -> None:
+        waits.append(seconds)
         path.unlink()
         os.close(handle)
 
-    looks = threading.Thread(target=look)
-    looks.start()
+    monkeypatch.setattr(state_file.time, "sleep", look_ends)
     file = StateFile(tmp_path, "actor.optimizer", {"exp_avg": (10, torch.float32)}, lambda *_, **__: None)
-    looks.join()
-    assert path.exists()
+    assert len(waits) == 1 and path.exists()
     file.close()
     assert not path.exists()
 
