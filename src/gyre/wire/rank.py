@@ -106,7 +106,7 @@ class RankWorker:
                 lambda: device.make_trainer(stage, self._policy, version, resumed=bool(snapshot))
             )
             self._policy = replace(self._policy, weights=None)
-            # Read: shards of the stage before go now. Their model is a cycle of references.
+            # Read: shards of the stage before leave the device now. Their model is a cycle of references.
             await self._on_compute(lambda: give_back(self._machine.device, collect=True))
             if snapshot:
                 await self._on_compute(lambda: trainer.restore(_load(snapshot)))

@@ -7,7 +7,7 @@ Every kernel reads and writes each row once. Gradients of norm weights are sums 
 no atomics, so a gradient depends on shapes and the device alone.
 
 Where the rows are about to be operands in 8 bits, `amax` asks for the largest absolute number among them, as rounded,
-what is masked out being 0 or none: one atomic per program, which is exact in any order (kernels.gpu.float8).
+what is masked out being 0 or none: at most one atomic per program, which is exact in any order (kernels.gpu.float8).
 
 Triton compiles a kernel anew for a number that is 1, or is a multiple of 16 where the last was not, and for an address
 that is no multiple of 16 bytes. How many tokens a chunk has only masks whole rows, so it is not looked at; widths,
