@@ -76,7 +76,7 @@ def largest_update(seed: int) -> float:
         grad_N *= 10.0 ** (-4.0 * torch.rand(grad_N.shape, device=CUDA, generator=generator))
         span.grad_N.copy_(grad_N * float(torch.rand((), device=CUDA, generator=generator) < 0.3))
         before_N = span.weight_N.clone()
-        update(span, numbers_of(count, decay=0.0))
+        update([span], numbers_of(count, decay=0.0))
         largest = max(largest, float((span.weight_N - before_N).abs().max()) / 1e-3)
     return largest
 
@@ -97,7 +97,7 @@ def make(dtype: torch.dtype, home: Home | None) -> tuple[dict[str, nn.Parameter]
     }
     settings = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "mesh": make_mesh(alone(CUDA), 0)}
     update = CodedUpdate(CUDA)
-    return parameters, FlatOptimizer(parameters, **settings, home=home, codes=True, update_span=update)
+    return parameters, FlatOptimizer(parameters, **settings, home=home, codes=True, update_spans=update)
 
 
 @pytest.mark.parametrize("how", AWAY)
@@ -141,7 +141,7 @@ def test_an_update_takes_no_memory_beside_its_state() -> None:
     assert held == pytest.approx(num_blocks * (2 * BLOCK + 8), rel=0.01)
     torch.cuda.reset_peak_memory_stats()
     now = torch.cuda.memory_allocated()
-    update(span, numbers_of(1))
+    update([span], numbers_of(1))
     assert torch.cuda.max_memory_allocated() - now <= 16 * num_blocks
 
 

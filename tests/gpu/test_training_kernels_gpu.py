@@ -7,7 +7,8 @@ inputs. The oracle is the torch code that runs where there are no kernels.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, get_args
 
 import numpy as np
@@ -28,6 +29,7 @@ from gyre.models.init import init_weights
 from gyre.models.spec import spec_from_shape
 from gyre.parallel.group import alone
 from gyre.parallel.mesh import make_mesh
+from gyre.trainer.adamw import Numbers, Span, update_block, update_spans
 from gyre.trainer.optim import FlatOptimizer, takes_decay
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -341,6 +343,46 @@ def test_the_choice_of_attention_has_a_reason() -> None:
         found = flash.choice(GPU, torch.bfloat16, 4, dim)
         assert found["kernel"] in ("torch", "flash-attn-4") and found["reason"]
     assert found["kernel"] == "torch", "no head dim of flash-attn-4"
+
+
+def spans_of(sizes: Sequence[int], *, shift: int) -> list[Span]:
+    """Spans of unlike sizes, one after the other in a flat state that begins `shift` numbers behind a wide address;
+    each weight lies by itself, as a shard does. Every other one decays, every third is asked for its largest number."""
+    grad_N, exp_avg_N, exp_avg_sq_N = (torch.randn(sum(sizes) + shift, device=GPU)[shift:] for _ in range(3))
+    exp_avg_sq_N.abs_()
+    made, at = [], 0
+    for index, size in enumerate(sizes):
+        cut = slice(at, at + size)
+        weight_N = torch.randn(size + shift, device=GPU)[shift:]
+        amax = Amax() if index % 3 == 0 else None
+        made.append(Span(
+            first=at, weight_N=weight_N, grad_N=grad_N[cut], exp_avg_N=exp_avg_N[cut], exp_avg_sq_N=exp_avg_sq_N[cut],
+            decays=index % 2 == 0, amax=amax,
+        ))  # fmt: skip
+        at += size
+    return made
+
+
+@pytest.mark.parametrize("shift", [0, 1], ids=["wide", "narrow"])
+@pytest.mark.parametrize("sizes", [(16,), (4096, 4), (8192, 0, 40, 4 * 4097, 1 << 20, 12), (4095, 4097, 1, 3, 70001)])
+def test_adamw_updates_any_number_of_places_at_once(sizes: tuple[int, ...], shift: int) -> None:
+    spans = spans_of(sizes, shift=shift)
+    names = ("weight_N", "grad_N", "exp_avg_N", "exp_avg_sq_N")
+    theirs = [replace(span, **{name: getattr(span, name).clone() for name in names}) for span in spans]
+    for count in (1, 2):
+        numbers = Numbers(
+            learning_rate=1e-2, grad_scale=0.5, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, num_updates=count
+        )
+        update_spans(spans, numbers)
+        for span, other in zip(spans, theirs, strict=True):
+            update_block(other, numbers)
+            assert not span.grad_N.any()
+            for name in names:
+                torch.testing.assert_close(getattr(span, name), getattr(other, name), rtol=2e-6, atol=2e-6)
+            if span.amax is not None:
+                assert torch.equal(span.amax.found, largest(span.weight_N)), "of the weights as they were written"
+            for one in (span, other):
+                one.grad_N.copy_(other.weight_N)
 
 
 @pytest.mark.parametrize("betas", [(0.9, 0.95), (0.4, 0.99)])

@@ -25,8 +25,8 @@ def test_flops_are_three_passes_of_what_trains_and_one_of_what_is_asked() -> Non
     """PPO: actor and critic train; policy and critic were asked before. Padding and packing count nothing."""
     trainer, batch = make_trainer("ppo", peak_flops=1.0, tokens_per_chunk=41, epochs_per_batch=2), make_batch(6, step=1)
     told: list[float] = []
-    report = trainer._meter.report
-    trainer._meter.report = lambda **given: (told.append(trainer._meter._flops), report(**given))[1]
+    take = trainer._meter.take
+    trainer._meter.take = lambda **given: (told.append(trainer._meter._flops), take(**given))[1]
     lengths = [len(sequence.tokens) for sequence in batch.sequences]
     targets = sum(int(sequence.columns["loss_mask"].sum()) for sequence in batch.sequences)
     actor = forward_flops(SPEC, lengths, num_outputs=targets)
@@ -87,7 +87,7 @@ def test_a_gap_that_is_no_number_is_not_hidden_behind_one_that_is(gaps) -> None:
     totals = Totals()
     for gap in gaps:
         totals.add(Found(max_gap=torch.tensor(gap)), {"actor": 1.0})
-    assert math.isnan(totals.finish(alone())["logprob_gap_max"])
+    assert math.isnan(totals.finish([totals.own()])["logprob_gap_max"])
 
 
 # Traces ------------------------------------------------------------------------------------------------------------------

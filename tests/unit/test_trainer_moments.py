@@ -119,7 +119,7 @@ def test_an_update_is_that_of_torchao_s_optimiser(num_blocks, seed, spread, rate
         given_numbers = torch.tensor(float(count)), *states, None, torch.tensor(rate)
         single(theirs_N, grad_N * scale, *given_numbers, *NUMBERS["betas"], decay, NUMBERS["eps"], True, False)
         span.grad_N.copy_(grad_N)
-        update(span, numbers_of(count, rate=rate, scale=scale, decay=decay))
+        update([span], numbers_of(count, rate=rate, scale=scale, decay=decay))
         assert not span.grad_N.any()
         torch.testing.assert_close(span.weight_N, theirs_N, rtol=1e-5, atol=1e-5 * rate)
         for state, (signed, codes_N, scale_B) in zip(states, moments_of(span), strict=True):
@@ -167,7 +167,7 @@ def leaps(*, seed: int, keeps: bool, monkeypatch: pytest.MonkeyPatch) -> float:
         seen = torch.rand((), generator=torch.Generator().manual_seed(100 * seed + count)) < 0.3
         before_N = span.weight_N.clone()
         span.grad_N.copy_(gradient_of(4 * BLOCK, 100 * seed + count, 4.0) * seen)
-        update(span, numbers_of(count))
+        update([span], numbers_of(count))
         largest = max(largest, float((span.weight_N - before_N).abs().max()) / 1e-3)
     return largest
 
@@ -188,7 +188,7 @@ def test_a_second_moment_is_zero_only_in_a_block_of_zeros(seed, spread):
         grad_N = gradient_of(4 * BLOCK, seed + count, spread)
         wide_N = 0.95 * decoded(span)[1].double() + 0.05 * grad_N.double() ** 2
         span.grad_N.copy_(grad_N)
-        update(span, numbers_of(count))
+        update([span], numbers_of(count))
         coded_NK = decoded(span)[1].view(-1, BLOCK)
         some_B = wide_N.view(-1, BLOCK).amax(1) > 1e-30
         assert bool((coded_NK[some_B] > 0).all()) and not coded_NK[~some_B].any()

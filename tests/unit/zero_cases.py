@@ -440,7 +440,7 @@ def measures(group: Group | None, kind: str, *, folder: str = "", **settings: An
     events: list = []
     trainer = trainer_on(group, kind, events=events, peak_flops=1e12, **settings)
     meter, counted = trainer._meter, {}
-    join, meter.report = meter.report, lambda **given: counted.update(flops=meter._flops) or join(**given)
+    take, meter.take = meter.take, lambda **given: counted.update(flops=meter._flops) or take(**given)
     report = trainer.step_now(replace(batch_for(12, seed=0), step=1))
     return {**counted, "measured": dict(report.measured), "events": events}
 

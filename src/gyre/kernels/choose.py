@@ -43,8 +43,8 @@ def load_triton() -> TrainingKernels | Unavailable:
     return TrainingKernels()
 
 
-def load_adamw() -> Callable[..., None] | None:
-    """AdamW over flat buffers on a CUDA device, where Triton is."""
+def load_adamw() -> Callable[..., Tensor | None] | None:
+    """AdamW on a CUDA device, where Triton is."""
     if isinstance(load_triton(), Unavailable):
         return None
     from gyre.kernels.gpu.adamw import adamw  # imports Triton

@@ -5,7 +5,7 @@ A group of one, `alone()`, does nothing and needs no torch.distributed. Every co
 was joined with; what a rank that fails does to the others is `parallel.faults`.
 """
 
-# N numbers of a flat tensor, S ranks of the group
+# B bytes, N numbers of a flat tensor, S ranks of the group
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from gyre.parallel.notes import Notes, OwnNotes
 from gyre.parallel.traffic import Kind, Traffic
 
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+FRAME_BYTES, HEAD_BYTES = 2048, 4  # of `share`: what fits into a frame is shared by one collective; text's length first
 LOST = ("gloo", "NCCL", "nccl", "ProcessGroup", "onnection", "imed out", "imeout", "abort")
 
 
@@ -123,15 +124,21 @@ class Group:
         """Every rank's JSON-able value, by rank. For small things."""
         if self.size == 1:
             return [value]
-        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        lengths = torch.zeros(self.size, dtype=torch.int64, device=self.device)
-        self.all_gather(lengths, torch.tensor([len(text)], device=self.device))
-        longest = int(lengths.max())
-        padded, joined = (torch.zeros(n, dtype=torch.uint8, device=self.device) for n in (longest, longest * self.size))
-        padded[: len(text)] = text.to(self.device)
-        self.all_gather(joined, padded)
-        rows = joined.view(self.size, longest).cpu()
-        return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, lengths.tolist(), strict=True)]
+        text = json.dumps(value).encode()
+        head = len(text).to_bytes(HEAD_BYTES, "big")
+        frames = self._gather_bytes(head + text[: FRAME_BYTES - HEAD_BYTES], FRAME_BYTES)
+        lengths = [int.from_bytes(frame[:HEAD_BYTES], "big") for frame in frames]
+        texts = [frame[HEAD_BYTES:] for frame in frames]
+        if max(lengths) > FRAME_BYTES - HEAD_BYTES:
+            texts = self._gather_bytes(text, max(lengths))
+        return [json.loads(found[:length]) for found, length in zip(texts, lengths, strict=True)]
+
+    def _gather_bytes(self, own: bytes, size: int) -> list[bytes]:
+        """Every rank's bytes, padded to `size`."""
+        own_B = torch.frombuffer(bytearray(own.ljust(size, b"\0")), dtype=torch.uint8).to(self.device)
+        joined_B = torch.empty(size * self.size, dtype=torch.uint8, device=self.device)
+        self.all_gather(joined_B, own_B)
+        return [bytes(row_B.numpy()) for row_B in joined_B.cpu().view(self.size, size)]
 
     @contextlib.contextmanager
     def guard(self, what: str) -> Iterator[None]:

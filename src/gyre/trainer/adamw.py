@@ -1,5 +1,5 @@
-"""AdamW of one span of numbers, in place. In: weights, summed gradient and moments, the numbers of one update. Out: the
-same tensors, changed. Caller: trainer.optim, which any function of the same form can serve in place of `update_span`.
+"""AdamW of spans of numbers, in place. In: weights, summed gradient and moments, the numbers of one update. Out: the
+same tensors, changed. Caller: trainer.optim, which any function of the same form can serve in place of `update_spans`.
 """
 
 # N numbers of a span, B blocks of them
@@ -7,13 +7,14 @@ same tensors, changed. Caller: trainer.optim, which any function of the same for
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gyre.kernels.choose import load_adamw
+from gyre.kernels.float8 import Amax
 from gyre.trainer.blocks import BLOCK
 
 BLOCK_CPU = 1 << 17  # numbers per pass: five buffers of a block stay in the caches between the passes
@@ -32,6 +33,7 @@ class Span:
     decays: bool
     exp_avg_scale_B: Tensor | None = None  # of each block: the moments are codes then
     exp_avg_sq_scale_B: Tensor | None = None
+    amax: Amax | None = None  # of the new weights, where somebody asks; whoever writes them may find it
 
     @property
     def last(self) -> int:
@@ -65,23 +67,41 @@ class Numbers:
     num_updates: int
 
 
-UpdateSpan = Callable[[Span, Numbers], None]
+UpdateSpans = Callable[[Sequence[Span], Numbers], None]
 
 
-def update_span(span: Span, numbers: Numbers) -> None:
-    """One update of weights and moments; the gradient is zero afterwards."""
-    size, device_type = span.weight_N.numel(), span.weight_N.device.type
+def update_spans(spans: Sequence[Span], numbers: Numbers) -> None:
+    """One update of weights and moments; the gradients are zero afterwards. On one device."""
+    if not spans:
+        return
+    device_type = spans[0].weight_N.device.type
     fused = load_adamw() if device_type == "cuda" else None
     if fused is not None:
-        fused(
-            span.weight_N, span.grad_N, span.exp_avg_N, span.exp_avg_sq_N, decay_stop=size if span.decays else 0,
-            learning_rate=numbers.learning_rate, grad_scale=numbers.grad_scale, betas=numbers.betas, eps=numbers.eps,
-            weight_decay=numbers.weight_decay, num_updates=numbers.num_updates,
-        )  # fmt: skip
+        _by_kernel(fused, spans, numbers)
         return
-    block = BLOCK_CPU if device_type == "cpu" else size
-    for start in range(0, size, max(1, block)):
-        update_block(span.part(span.first + start, span.first + min(start + block, size)), numbers)
+    for span in spans:
+        size = len(span.weight_N)
+        block = BLOCK_CPU if device_type == "cpu" else size
+        for start in range(0, size, max(1, block)):
+            update_block(span.part(span.first + start, span.first + min(start + block, size)), numbers)
+
+
+def _by_kernel(fused: Callable[..., Tensor | None], spans: Sequence[Span], numbers: Numbers) -> None:
+    """All spans by one launch."""
+    largest_P = fused(
+        [(span.weight_N, span.grad_N, span.exp_avg_N, span.exp_avg_sq_N) for span in spans],
+        [span.decays for span in spans],
+        learning_rate=numbers.learning_rate,
+        grad_scale=numbers.grad_scale,
+        betas=numbers.betas,
+        eps=numbers.eps,
+        weight_decay=numbers.weight_decay,
+        num_updates=numbers.num_updates,
+        find_largest=any(span.amax is not None for span in spans),
+    )
+    for span, largest in zip(spans, () if largest_P is None else largest_P.unbind(), strict=largest_P is not None):
+        if span.amax is not None:
+            span.amax.found = largest
 
 
 def update_block(span: Span, numbers: Numbers) -> None:

@@ -1,5 +1,5 @@
-"""AdamW of one span whose moments are codes of 8 bits, by the library bitsandbytes. In: a Span with scales. Out: the
-same tensors, changed. Serves trainer.optim in place of `trainer.adamw.update_span`; trainer.learner makes it.
+"""AdamW of spans whose moments are codes of 8 bits, by the library bitsandbytes. In: Spans with scales. Out: the same
+tensors, changed. Serves trainer.optim in place of `trainer.adamw.update_spans`; trainer.learner makes it.
 
 Codes are those of block-wise dynamic quantisation (Dettmers et al., "8-bit Optimizers via Block-wise Quantization",
 arXiv 2110.02861): a number is map[code] × scale, and the scale the largest number of its block. On a GPU the library's
@@ -12,13 +12,14 @@ the library's maps: its own encoder for CPUs tells no numbers below 3e-5 of the 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from gyre.core.errors import ConfigError
-from gyre.trainer.adamw import BLOCK_CPU, Numbers, Span, update_block, update_span
+from gyre.trainer.adamw import BLOCK_CPU, Numbers, Span, update_block, update_spans
 from gyre.trainer.blocks import BLOCK
 from gyre.trainer.codec import Codec
 
@@ -30,7 +31,7 @@ DEFAULT = 'set trainer.moments = "float32"'
 
 
 class CodedUpdate:
-    """An UpdateSpan. Spans of float32 moments go to `update_span`."""
+    """An UpdateSpans. Spans of float32 moments go to `update_spans`."""
 
     def __init__(self, device: torch.device) -> None:
         """ConfigError without the library, or where its kernel does not work on the device."""
@@ -48,11 +49,14 @@ class CodedUpdate:
         if device.type == "cuda":
             self._try_kernel(device)
 
-    def __call__(self, span: Span, numbers: Numbers) -> None:
-        """One update of weights and moments; the gradient is zero afterwards."""
-        if span.exp_avg_scale_B is None:
-            update_span(span, numbers)
-            return
+    def __call__(self, spans: Sequence[Span], numbers: Numbers) -> None:
+        """One update of weights and moments; the gradients are zero afterwards."""
+        for span in spans:
+            if span.exp_avg_scale_B is not None:
+                self._update(span, numbers)
+        update_spans([span for span in spans if span.exp_avg_scale_B is None], numbers)
+
+    def _update(self, span: Span, numbers: Numbers) -> None:
         device, step, update = span.weight_N.device, BLOCK_CPU, self.by_torch
         if device.type == "cuda":
             assert torch.cuda.current_stream(device) == torch.cuda.default_stream(device), (

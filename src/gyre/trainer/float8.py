@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from gyre.core.errors import ConfigError
 from gyre.core.records import Matmul, Projection
-from gyre.kernels.float8 import E4M3, MULTIPLE, Float8Weight, fits, largest, quantise, scale_of, why_not
+from gyre.kernels.float8 import E4M3, MULTIPLE, Amax, Float8Weight, fits, largest, quantise, scale_of, why_not
 from gyre.models.decoder import Decoder, Layer
 from gyre.parallel.group import Group
 
@@ -62,6 +62,7 @@ class Float8Shard(torch.Tensor):
     wide_OI: Tensor
     amax: Tensor | None  # of the whole weight, rounded to the compute dtype; `share_amaxes` sets it, and
     inverse: Tensor | None  # of the scale that follows from it: made there, since FSDP2 gathers on a stream of its own
+    own: Amax | None  # of this shard, where whoever writes it next may find it on the way
 
     @staticmethod
     def __new__(cls, wide_OI: Tensor) -> Float8Shard:
@@ -76,7 +77,7 @@ class Float8Shard(torch.Tensor):
         )
 
     def __init__(self, wide_OI: Tensor) -> None:
-        self.wide_OI, self.amax, self.inverse = wide_OI, None, None
+        self.wide_OI, self.amax, self.inverse, self.own = wide_OI, None, None, None
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"Float8Shard({self.wide_OI})"
@@ -126,15 +127,30 @@ def float8_shard(parameter: Tensor) -> Float8Shard | None:
     return found if isinstance(found, Float8Shard) else None
 
 
+def begin_amax(parameter: Tensor) -> Amax | None:
+    """Before an update writes a parameter: where it may leave the largest number, if somebody will ask for it."""
+    shard = float8_shard(parameter)
+    if shard is None:
+        return None
+    shard.own = Amax()
+    return shard.own
+
+
 def share_amaxes(parameters: Iterable[Tensor], dtype: torch.dtype, group: Group) -> None:
     """After shards have changed: the largest number of each weight, over the ranks. Collective where there are any."""
     shards = [shard for parameter in parameters if (shard := float8_shard(parameter)) is not None]
     if not shards:
         return
-    amaxes = torch.stack([largest(shard.wide_OI) for shard in shards])
+    amaxes = torch.stack([_take_amax(shard) for shard in shards])
     group.all_reduce(amaxes, "max")
     amaxes = amaxes.to(dtype).float()
     inverses = amaxes.new_empty(len(shards), SCALE_STRIDE)[:, 0]
     inverses.copy_(scale_of(amaxes, E4M3).reciprocal())
     for shard, amax, inverse in zip(shards, amaxes.unbind(), inverses.unbind(), strict=True):
         shard.amax, shard.inverse = amax, inverse
+
+
+def _take_amax(shard: Float8Shard) -> Tensor:
+    """As the newest update has found it, or by reading the shard."""
+    own, shard.own = shard.own, None
+    return largest(shard.wide_OI) if own is None or own.found is None else own.found

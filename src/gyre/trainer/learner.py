@@ -114,9 +114,8 @@ class Learner:
         """Whether the ranks exchange this matrix's weights in 8 bits."""
         return float8_shard(getattr(self.decoder.layers[0], projection).weight) is not None
 
-    def clear(self) -> None:
-        """Drop what a step that was cut short has left."""
-        self.optimizer.zero_grad()
+    def let_go(self) -> None:
+        """Of weights that a pass which was cut short has left gathered."""
         reshard(self.decoder)
 
     def pools(self, folder: Path | None) -> list[StoragePool | FixedPool]:
@@ -180,7 +179,8 @@ class Learner:
 
     def restore(self, source: PartSource, num_updates: int) -> None:
         """Take this rank's part of a snapshot that was found to fit, in place. Collective: new weights go to all."""
-        self.clear()
+        self.optimizer.zero_grad()
+        self.let_go()
         for holding in self.holdings():
             holding.load(source)
         self.home.flush()
@@ -191,4 +191,4 @@ class Learner:
 
 def _update_of(config: TrainerConfig, device: torch.device) -> dict[str, Any]:
     """What an optimiser is told of its moments."""
-    return {"codes": True, "update_span": CodedUpdate(device)} if config.moments == "8_bit" else {}
+    return {"codes": True, "update_spans": CodedUpdate(device)} if config.moments == "8_bit" else {}

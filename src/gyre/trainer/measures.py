@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from gyre.models.flops import forward_flops
 from gyre.models.spec import ModelSpec
@@ -55,17 +56,20 @@ class Meter:
                 )
                 self._flops += flops * (3 if backward else 1)
 
-    def report(self, *, num_tokens: int, step_s: float) -> dict[str, float]:
-        """Metrics since the last report; `num_tokens` were trained on in a step of `step_s`. Collective. Bytes and
-        FLOPs are sums over the ranks, seconds and waits are those of the rank that took longest."""
+    def take(self, *, step_s: float) -> dict[str, Any]:
+        """What this rank measured since the last call, for `join`; the step took `step_s`. JSON-able."""
         own = {"flops": self._flops, "s": self._seconds, "step_s": step_s, "wait_s": self._wait_s, "sent": self._sent}
         self._flops, self._seconds, self._wait_s, self._sent = 0.0, 0.0, 0.0, {}
-        ranks = self._group.share(own)
+        return own
+
+    def join(self, ranks: Sequence[Mapping[str, Any]], *, num_tokens: int) -> dict[str, float]:
+        """Metrics of a step that trained on `num_tokens`, from what `take` gave on each rank."""
         return join(ranks, num_tokens=num_tokens, peak_flops=self._peak_flops)
 
 
-def join(ranks: Sequence[dict], *, num_tokens: int, peak_flops: float | None) -> dict[str, float]:
-    """One step's metrics from what each rank measured. Pure. MFU is left out where no data sheet is known."""
+def join(ranks: Sequence[Mapping[str, Any]], *, num_tokens: int, peak_flops: float | None) -> dict[str, float]:
+    """One step's metrics from what each rank measured. Pure. Bytes and FLOPs are sums over the ranks, seconds and waits
+    are those of the rank that took longest. MFU is left out where no data sheet is known."""
     step_s, seconds = (max(rank[key] for rank in ranks) for key in ("step_s", "s"))
     metrics = {"train_tokens_per_second_per_device": num_tokens / step_s / len(ranks)} if step_s > 0.0 else {}
     if peak_flops and seconds > 0.0:

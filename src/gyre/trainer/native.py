@@ -33,9 +33,6 @@ from gyre.core.records import (
     Usage,
     Which,
 )
-from gyre.kernels import flash
-from gyre.kernels.choose import CUDA_DTYPES, c_instructions, why_torch
-from gyre.kernels.float8 import MULTIPLE
 from gyre.models.decoder import Decoder
 from gyre.models.heads import ScalarHead
 from gyre.objectives.api import (
@@ -47,11 +44,10 @@ from gyre.objectives.api import (
 from gyre.parallel.config import ParallelConfig
 from gyre.parallel.group import Group, alone
 from gyre.parallel.mesh import Splitter
+from gyre.trainer import announce
 from gyre.trainer.batches import EpochPlan, Planner, Update
-from gyre.trainer.blocks import BLOCK
 from gyre.trainer.config import TrainerConfig
 from gyre.trainer.evaluation import Evaluator
-from gyre.trainer.float8 import projection_shapes
 from gyre.trainer.learner import HEAD_PREFIX, Learner
 from gyre.trainer.loss_scale import LossScale
 from gyre.trainer.measures import SENT, Meter
@@ -113,11 +109,12 @@ class NativeTrainer:
         self._group = group or alone(decoder.device)
         device = self._group.device
         assert device.type != "meta", "a trainer of a blank model is told its device by the group"
-        self._tell_kernels(decoder)
+        announce.kernels(emit, decoder, device)
         if trains_scores(objective) and head is None:
             head = ScalarHead(decoder.spec.hidden_size, device=device)
         assert head is None or trains_scores(objective), f"objective {objective.kind} trains no scalar head"
         self._version, self._steps_done = version, 0
+        self._has_gradients = False  # that no update has taken
         self._model = json.loads(json.dumps(asdict(decoder.spec)))  # as a snapshot says it
         self._filled = weights is not None or not is_blank(decoder)
         self._tenancy = Tenancy(disk_folder, parked or {})
@@ -158,17 +155,6 @@ class NativeTrainer:
             meter=self._meter,
         )
 
-    def _tell_kernels(self, decoder: Decoder) -> None:
-        """Whose kernels a pass takes, and why."""
-        device, dtype, spec = self._group.device, decoder.dtype, decoder.spec
-        if (reason := why_torch(device, dtype)) is not None:
-            self._emit("trainer.torch_kernels", reason=reason)
-        if (instructions := c_instructions(device, dtype)) is not None:
-            self._emit("trainer.c_kernels", instructions=instructions)
-        if device.type == "cuda" and dtype in CUDA_DTYPES:
-            shared_by = spec.num_heads // spec.num_kv_heads
-            self._emit("trainer.attention_kernel", **flash.choice(device, dtype, shared_by, spec.head_dim))
-
     def _start(
         self,
         decoder: Decoder,
@@ -200,8 +186,11 @@ class NativeTrainer:
         logprobs = logprobs or partial(chunk_logprobs, checkpointing=config.checkpointing, float8=actor.float8)
         self._models, self._reference = Models(actor=actor, critic=learner, logprobs=logprobs), reference
         self._loss_scale = LossScale() if actor.dtype == torch.float16 else None
-        self._tell_float8()
-        self._tell_moments()
+        learners = self._models.learners
+        if config.matmul == "fp8":
+            announce.float8(self._emit, learners)
+        if config.moments == "8_bit":
+            announce.moments(self._emit, learners)
 
     # PolicyTrainer ---------------------------------------------------------------------------------------------------
 
@@ -320,16 +309,23 @@ class NativeTrainer:
         with self._tracer.around(batch.step), self._group.guard(f"step {batch.step}"):
             with self._meter.working():
                 started_s = time.perf_counter()
-                report = self._step(batch)
+                report, totals = self._step(batch)
+                if self._group.device.type == "cuda":
+                    torch.cuda.current_stream(self._group.device).synchronize()  # the last update is only queued
                 step_s = time.perf_counter() - started_s
-            measured = self._meter.report(num_tokens=report.num_tokens, step_s=step_s) | self._moved()
+            own = {"totals": totals.own(), "meter": self._meter.take(step_s=step_s), "moved": self._moved()}
+            ranks = self._group.share(own)
+        measured = self._meter.join([rank["meter"] for rank in ranks], num_tokens=report.num_tokens)
+        measured |= {name: max(rank["moved"][name] for rank in ranks) for name in own["moved"]}
         if batch.step in self._config.trace_steps:  # the profiler makes it slower: its times say nothing
             measured = {name: value for name, value in measured.items() if name.startswith(SENT)}
-        return replace(report, measured=measured)
+        metrics = totals.finish([rank["totals"] for rank in ranks])
+        return replace(report, metrics={**metrics, **report.metrics}, measured=measured)
 
-    def _step(self, batch: TrainBatch) -> StepReport:
+    def _step(self, batch: TrainBatch) -> tuple[StepReport, Totals]:
+        """The report says what the plan says; the totals are this rank's."""
         self._tenancy.need("actor.", "critic.")
-        self._clear_gradients()  # a step that was cut short may have left some
+        self._drop_leftovers()
         sequences, plan = self._evaluator.complete(batch)
         factor = learning_rate_factor(self._config, self._steps_done)
         totals, before = Totals(), self._version
@@ -344,17 +340,19 @@ class NativeTrainer:
         self._steps_done += 1
         self._planner.forget()
         self._follow_policy(batch.step)
-        return StepReport(
+        report = StepReport(
             step=batch.step,
             version=self._version,
-            metrics=totals.finish(self._group) | self._numbers(plan, factor),
+            metrics=self._numbers(plan, factor),
             num_tokens=plan.num_tokens * self._config.epochs_per_batch,
             num_updates=self._version - before,
         )
+        return report, totals
 
     def _update(self, update: Update, factor: float, totals: Totals, step: int) -> None:
         """One optimiser update of every learner, or of none when a gradient is not finite."""
         scale = 1.0 if self._loss_scale is None else self._loss_scale.factor
+        self._has_gradients = True
         given = self._models, self._objective, update.chunks, update.denominator
         with self._tenancy.visiting("actor", "critic"):
             found = collect_gradients(*given, loss_scale=scale)
@@ -376,6 +374,7 @@ class NativeTrainer:
             clip, norm = self._config.grad_clip, norms[learner.name]
             clipped = clip / norm if clip and norm > clip else 1.0
             learner.update(learning_rate=factor * self._peak_rate(learner.name), grad_scale=clipped / scale)
+        self._has_gradients = False
         self._version += 1
 
     def _follow_loss_scale(self, finite: bool, step: int) -> None:
@@ -385,31 +384,6 @@ class NativeTrainer:
         left, self._loss_scale = self._loss_scale, self._loss_scale.after(finite=finite)
         if self._loss_scale.factor != left.factor:
             self._emit("trainer.loss_scale", step=step, factor=self._loss_scale.factor, was=left.factor)
-
-    def _tell_float8(self) -> None:
-        """Which matrices are multiplied in 8 bits, and which are not although that was asked for."""
-        for learner in self._models.learners if self._config.matmul == "fp8" else ():
-            shapes = projection_shapes(learner.decoder)
-            wide = {name: f"{shape}: {MULTIPLE} does not divide both" for name, shape in shapes.items()}
-            wide = {name: reason for name, reason in wide.items() if name not in learner.float8}
-            gathered = sorted(name for name in learner.float8 if learner.gathers_in_float8(name))
-            told = {"learner": learner.name, "layers": sorted(learner.float8), "gathered": gathered}
-            self._emit("trainer.float8", **told, left_wide=wide, counted=bool(wide))
-
-    def _tell_moments(self) -> None:
-        """How much of the moments is codes, and which matrices have none although that was asked for."""
-        for learner in self._models.learners if self._config.moments == "8_bit" else ():
-            optimizer = learner.optimizer
-            numbers = {name: math.prod(shape) for name, shape in optimizer.shapes.items()}
-            wide = [name for name, decays in optimizer.decays.items() if decays and name not in optimizer.coded]
-            self._emit(
-                "trainer.moments",
-                learner=learner.name,
-                coded_numbers=sum(numbers[name] for name in optimizer.coded),
-                numbers=sum(numbers.values()),
-                left_wide={name: f"{optimizer.shapes[name]}: {BLOCK} does not divide its rows" for name in wide},
-                counted=bool(wide),
-            )
 
     def _follow_policy(self, step: int) -> None:
         """Renew the reference when that is due, wherever it is parked."""
@@ -422,22 +396,28 @@ class NativeTrainer:
             self._emit("trainer.reference_refreshed", step=step, version=self._version)
 
     def _moved(self) -> dict[str, float]:
-        """What offloading moved and waited for since the last step, on the rank that did most; empty without it."""
+        """What offloading moved and waited for since the last step, on this rank; empty without it."""
         taken = [learner.home.take_traffic() for learner in self._models.learners if learner.home.stream is not None]
         taken += [stream.take_traffic() for stream in self._tenancy.streams.values()]
         if not taken:
             return {}
-        own = {
+        return {
             "offload_in_bytes": float(sum(one.in_bytes for one in taken)),
             "offload_out_bytes": float(sum(one.out_bytes for one in taken)),
             "offload_wait_seconds": sum(one.waited_s for one in taken),
         }
-        shared = self._group.share(own)
-        return {name: max(one[name] for one in shared) for name in own}
+
+    def _drop_leftovers(self) -> None:
+        """Of a step or an evaluation that was cut short."""
+        for learner in self._models.learners:
+            learner.let_go()
+        if self._has_gradients:
+            self._clear_gradients()
 
     def _clear_gradients(self) -> None:
         for learner in self._models.learners:
-            learner.clear()
+            learner.optimizer.zero_grad()
+        self._has_gradients = False
 
     def _peak_rate(self, learner: str) -> float:
         critic_rate = self._config.critic_learning_rate

@@ -22,9 +22,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from gyre.kernels.float8 import Amax
 from gyre.parallel.group import Group
 from gyre.parallel.mesh import Mesh
-from gyre.trainer.adamw import Numbers, Span, UpdateSpan, update_span
+from gyre.trainer.adamw import Numbers, Span, UpdateSpans, update_spans
 from gyre.trainer.blocks import block_layout, is_coded
 from gyre.trainer.fields import Field
 from gyre.trainer.home import Home
@@ -62,10 +63,10 @@ class AdamW(ABC):
         mesh: Mesh,
         home: Home | None = None,
         codes: bool = False,
-        update_span: UpdateSpan = update_span,
+        update_spans: UpdateSpans = update_spans,
     ) -> None:
         """Without a `home` everything is on the device. `codes`: moments are codes of 8 bits where they can be.
-        `update_span` updates the moments and weights of one span."""
+        `update_spans` updates moments and weights."""
         self.parameters = dict(parameters)
         self.betas, self.eps, self.weight_decay, self.mesh = betas, eps, weight_decay, mesh
         self.num_updates = 0
@@ -78,7 +79,8 @@ class AdamW(ABC):
         device = next(iter(self.parameters.values())).device
         self.home = home or Home("", device if device.type != "meta" else mesh.world.device)
         self.device = self.home.device
-        self._update_span = update_span
+        self._update_spans = update_spans
+        self._laid: list[Span] | None = None  # `spans` of the update to come
         self.reduces_by_parts = self.home.gradients and self.device.type == "cuda"  # sums over ranks need the device
         self.gathers_by_parts = self.home.weights and self.device.type == "cuda"
         self.reduce_numbers = REDUCE_NUMBERS
@@ -98,7 +100,7 @@ class AdamW(ABC):
         self.moments = {field.name: made[field.name] for field in self.fields}
         return made.get("master")
 
-    def span(self, first: int, weight_N: Tensor, grad_N: Tensor, *, decays: bool) -> Span:
+    def span(self, first: int, weight_N: Tensor, grad_N: Tensor, *, decays: bool, amax: Amax | None = None) -> Span:
         """Numbers from `first` on of this rank's state, whose moments are of one kind."""
         last = first + len(weight_N)
         found = {
@@ -106,7 +108,7 @@ class AdamW(ABC):
             for field in self.fields
             if field.covers(first, last)
         }
-        return Span(first=first, weight_N=weight_N, grad_N=grad_N, decays=decays, **found)
+        return Span(first=first, weight_N=weight_N, grad_N=grad_N, decays=decays, amax=amax, **found)
 
     def hook(self, grads: Mapping[str, Tensor]) -> None:
         """Collect each parameter's gradient in `grads` as soon as it is complete."""
@@ -193,6 +195,7 @@ class AdamW(ABC):
         return found
 
     def zero_grad(self) -> None:
+        self._laid = None
         if self.home.sums is not None:
             self.home.sums.zero()
         else:
@@ -216,11 +219,14 @@ class AdamW(ABC):
 
     def grad_norm(self) -> float:
         """Global 2-norm of the summed gradient; infinite or NaN when a gradient is. The same on every rank."""
-        return float(self.squared_norm().sqrt())
+        norm = self.squared_norm().sqrt()
+        self._laid = list(self.spans())  # before a GPU is waited for: it has work until then, and none after
+        return float(norm)
 
     def update(self, *, learning_rate: float, grad_scale: float) -> None:
         """AdamW with the summed gradient × grad_scale, then refresh the compute weights and clear the gradient."""
         self.num_updates += 1
+        spans, self._laid = self._laid or list(self.spans()), None
         numbers = Numbers(
             learning_rate=learning_rate,
             grad_scale=grad_scale,
@@ -231,20 +237,19 @@ class AdamW(ABC):
         )
         stream, own_masters = self.home.stream, bool(self.master_tensors())
         if stream is None:
-            for span in self.spans():
-                self._update_span(span, numbers)
+            self._update_spans(spans, numbers)
             self.refresh_compute()
             return
 
         def update_part(part: Span) -> None:
-            self._update_span(part, numbers)
+            self._update_spans([part], numbers)
             if own_masters and not self.home.weights:
                 self.round_masters(part.first, part.weight_N)  # while they are on the device
 
         def beside(part: Span) -> list[Sent]:
             return self.rounded(part.first, part.weight_N) if self.home.weights else []
 
-        stream.run(list(self.spans()), update_part, beside)
+        stream.run(spans, update_part, beside)
         self.share_compute()
         self.zero_grad()
 

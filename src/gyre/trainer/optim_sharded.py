@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from gyre.trainer.adamw import Span
 from gyre.trainer.blocks import BLOCK, coded_first
+from gyre.trainer.float8 import begin_amax
 from gyre.trainer.offload import Sent
 from gyre.trainer.optim import AdamW, copy_all, move_in, overlaps, squared_norm_of, views
 from gyre.trainer.parallelise import is_shard, local_part
@@ -210,7 +211,8 @@ class RowOptimizer(AdamW):
         grads, masters = self.runs(self.grad_N), self.masters()
         for name, place in self.places.items():
             if place.start < place.stop:
-                yield self.span(place.at, masters[name], grads[name], decays=self.decays[name])
+                amax = begin_amax(self.parameters[name])
+                yield self.span(place.at, masters[name], grads[name], decays=self.decays[name], amax=amax)
 
     def reduce(self) -> None:
         self.settle_gradients()

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gyre.objectives.api import AnyObjective, LossInputs, add_sums, finish_sums, loss_sum, trains_scores
 from gyre.observe.metrics import largest
-from gyre.parallel.group import Group
 from gyre.trainer.chunk import Chunk
 from gyre.trainer.learner import Learner
 from gyre.trainer.parallelise import is_sharded
@@ -62,15 +62,16 @@ class Totals:
         """Count an update that was left out because a gradient was not finite."""
         self._skipped += 1
 
-    def finish(self, group: Group) -> dict[str, float]:
-        """Metrics over all ranks, the same on each."""
+    def own(self) -> dict[str, Any]:
+        """What this rank's chunks said, for `finish`; JSON-able."""
         gap = largest(float(gap) for gap in self._gaps)
-        sums = self._sums
-        if group.size > 1:
-            shared = group.share({"gap": gap, "sums": {name: pair.tolist() for name, pair in sums.items()}})
-            gap, sums = largest(one["gap"] for one in shared if one["gap"] is not None), {}
-            for one in shared:
-                sums = add_sums(sums, {name: torch.tensor(p, dtype=torch.float64) for name, p in one["sums"].items()})
+        return {"gap": gap, "sums": {name: pair.tolist() for name, pair in self._sums.items()}}
+
+    def finish(self, ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        """Metrics over all ranks, the same on each, from the `own` of each."""
+        gap, sums = largest(one["gap"] for one in ranks if one["gap"] is not None), {}
+        for one in ranks:
+            sums = add_sums(sums, {name: torch.tensor(p, dtype=torch.float64) for name, p in one["sums"].items()})
         metrics = finish_sums(sums) | {"skipped_updates": float(self._skipped)}
         if gap is not None:
             metrics["logprob_gap_max"] = gap
