@@ -169,9 +169,16 @@ def test_a_gradient_that_is_not_finite_skips_the_update(kind):
     assert trainer.step_now(make_batch()).num_updates == 1
 
 
-def test_a_step_cut_short_leaves_no_gradient_behind():
+def test_a_step_cut_short_leaves_no_gradient_behind(monkeypatch):
     clean, cut = make_trainer("grpo"), make_trainer("grpo")
-    cut._models.actor.optimizer.grad_N.fill_(1.0)
+
+    def fail() -> float:
+        raise RuntimeError("cut short")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="cut short"):
+        patch.setattr(cut._models.actor.optimizer, "grad_norm", fail)
+        cut.step_now(make_batch())
+    assert cut._models.actor.optimizer.grad_N.any()
     for trainer in (clean, cut):
         trainer.step_now(make_batch())
     assert_bits_equal(weights_of(clean), weights_of(cut))

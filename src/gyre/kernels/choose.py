@@ -1,6 +1,6 @@
 """Choose: whose kernels do the work between matrix products. In: a tensor, the widths of its rows. Out: the C kernels
 on a CPU, the Triton kernels on a CUDA device, or None: then the caller's own torch operations, the oracle of both.
-Callers: kernels.norm, heads, silu, logprobs; trainer.optim; trainer.native, which says why when it is None.
+Callers: kernels.norm, heads, silu, logprobs; trainer.adamw; trainer.announce, which says why when it is None.
 """
 
 from __future__ import annotations
