@@ -1,12 +1,12 @@
 """Asynchronous snapshots on several GPUs: how long training stands still for one. In: shapes, a folder. Out: seconds of
-stall, of staging, of writing, and of steps meanwhile.
+stall, of copying, of writing, and of steps meanwhile.
 Run: python bench/snapshot.py --gpus 4 --rows 8b 0.6b --to /dev/shm/snapshots --record
 
-What stalls is `Saver.save` in the background: it returns when each rank has its part in pinned host memory. A row is
-SHAPE or SHAPE:LAYERS, under zero 3, with a training step of 8,192 tokens per rank. The first staging makes and pins the
-buffers, which stay; it is told apart from the save that follows, which is what each later one of a run costs. Host
-memory is touched before anything is timed: a virtual machine may only get it then. The link is a plain copy to pinned
-memory on all GPUs at once, in the same run.
+What stalls is `Saver.save`, and by how much the step that follows is slower than the median: in the background each
+rank's part is copied to pinned host memory beside that step's passes, and the update waits for the rest. A row is SHAPE
+or SHAPE:LAYERS, under zero 3, with a training step of 8,192 tokens per rank. Pinned memory is made when the trainer is,
+as a run does it, beside the first steps; how long it takes is told. Host memory is touched before anything is timed: a
+virtual machine may only get it then. The link is a plain copy to pinned memory on all GPUs at once, in the same run.
 
 Whether the write ends within --write-s or not, the stall is recorded. A snapshot that was written is read back whole.
 """
@@ -29,6 +29,7 @@ import torch
 from gyre.core.errors import DeadlineError
 from gyre.observe.hardware import describe_hardware
 from gyre.parallel.group import Group
+from gyre.trainer.native import NativeTrainer
 from gyre.trainer.saver import Saver
 from gyre.trainer.snapshot import SnapshotStore, find_faults
 from gyre.vram.hostbuffer import HostBuffer
@@ -38,7 +39,7 @@ from train_ranks import SHAPES, Row, make_batch, make_trainer
 
 TITAN = {"name": "torchtitan, 7B, 6.3 s as published; 0.02 s with a process for staging", "value": 6.3}
 STATE_BYTES = 12  # per parameter: master weights and two moments
-STEPS, STAGINGS = 3, 3
+STEPS, SAVES = 5, 3
 LINK_BYTES = 2 << 30
 CACHED_BYTES = 16 << 30  # of a rank's file: the system keeps what is written in memory for a while
 TOUCH_SHARE = 0.8  # of the host memory that is free
@@ -106,25 +107,30 @@ def measure(group: Group, tell: Tell, row: Row, folder: str, write_s: float) -> 
     tell({"row": row.name, **found})
     trainer, batch = make_trainer(group, row, []), make_batch(row, group.size)
     step = functools.partial(trainer.step_now, batch)
+    on_gpu, events = group.device.type == "cuda", []
+    store = SnapshotStore(Path(folder), keep=1, emit=lambda kind, **fields: None)
+    saver = Saver(
+        store, group, background=True, deadline_s=write_s, emit=lambda kind, **fields: events.append((kind, fields))
+    )
+    found["memory_made_s"] = round(timed(group, lambda: make_memory(saver, trainer)), 2)
     steps_s = [timed(group, step) for _ in range(2 + STEPS)][2:]
-    on_gpu = group.device.type == "cuda"
     if on_gpu:
         found["link_gb_per_s"] = round(LINK_BYTES / copy_plainly(group) / 1e9, 1)
-    store = SnapshotStore(Path(folder), keep=1, emit=lambda kind, **fields: None)
-    saver = Saver(store, group, background=True, pinned=on_gpu, deadline_s=write_s, emit=lambda kind, **fields: None)
-    stage = lambda: saver._staging.copy(list(trainer.live_snapshot()["tensors"].values()))  # noqa: E731
-    first_s = timed(group, stage)
-    stagings_s = [timed(group, stage) for _ in range(STAGINGS)]
+    usual_s = statistics.median(steps_s)
+    copies_s = [copy_beside(group, saver, trainer, step) for _ in range(SAVES)]
     save = functools.partial(saver.save, 1, parts=trainer.live_snapshot, state={}, blobs={})
-    stall_s = timed(group, save)
+    save_s = timed(group, save)
     saved_at = time.monotonic()
+    next_s = timed(group, step)
+    held_s = max(group.share(sum(fields["seconds"] for kind, fields in events if kind == "snapshot.held")))
     found |= {
-        "stall_s": stall_s,
-        "first_staging_s": round(first_s, 3),
-        "staging_s": [round(seconds, 4) for seconds in stagings_s],
+        "stall_s": save_s + max(0.0, next_s - usual_s),
+        "save_s": round(save_s, 4),
+        "next_step_s": round(next_s, 4),
+        "held_s": round(held_s, 4),
+        "step_s": round(usual_s, 4),
+        "copies": copies_s,
         "rank_bytes": saver._staging.size_bytes,
-        "staging_gb_per_s": round(saver._staging.size_bytes / statistics.median(stagings_s) / 1e9, 1),
-        "step_s": round(statistics.median(steps_s), 4),
     }
     tell({"row": row.name, **found})
     found["step_s_while_writing"] = train_meanwhile(group, saver, step, saved_at + write_s)
@@ -135,6 +141,30 @@ def measure(group: Group, tell: Tell, row: Row, folder: str, write_s: float) -> 
     found["write_s"] = round(max(group.share(time.monotonic() - saved_at)), 2)
     tell({"row": row.name, "write_s": found["write_s"]})
     return found | look_through(group, store)
+
+
+def make_memory(saver: Saver, trainer: NativeTrainer) -> None:
+    """Return when it is there."""
+    saver.prepare(trainer.snapshot_bytes())
+    saver._staging.place([])
+
+
+def copy_beside(group: Group, saver: Saver, trainer: NativeTrainer, step: Any) -> dict[str, float]:
+    """A copy beside a training step, and no file: seconds of both on the slowest rank."""
+    placed, took_s = [], []
+
+    def copy() -> None:
+        began = time.monotonic()
+        saver._staging.fill(placed[0])
+        took_s.append(time.monotonic() - began)
+
+    copying = threading.Thread(target=copy)
+    parts = list(trainer.live_snapshot(copying.join)["tensors"].values())
+    placed.append(saver._staging.place(parts))
+    copying.start()
+    step_s = timed(group, step)
+    copying.join()
+    return {"copy_s": round(max(group.share(took_s[0])), 4), "step_s": round(step_s, 4)}
 
 
 def touch(size_bytes: int, group: Group) -> None:

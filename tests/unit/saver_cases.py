@@ -35,9 +35,7 @@ def saver_on(
         events.append((kind, fields))
 
     store = SnapshotStore(folder, keep=keep, emit=emit)
-    made = Saver(
-        store, group or alone(), background=background, pinned=False, deadline_s=deadline_s, emit=emit
-    )  # fmt: skip
+    made = Saver(store, group or alone(), background=background, deadline_s=deadline_s, emit=emit)
     return made, store, events
 
 
@@ -99,12 +97,12 @@ def written_by(folder: Path) -> dict[str, int]:
 def fail_on(group: Group, folder: str, how: str, *, victim: int, background: bool) -> dict[str, Any]:
     """A good save, then one that fails on one rank, then a good one. Returns what each rank was told, and when."""
     made, store, _ = saver_on(group, Path(folder), background=background)
-    made.save(1, parts=lambda: thirds(group, 1.0), state={}, blobs={})
+    made.save(1, parts=lambda _: thirds(group, 1.0), state={}, blobs={})
     made.finish()
     began = time.monotonic()
     try:
         with _fault(how, group.rank == victim):
-            made.save(2, parts=lambda: _breaking(group, how, victim), state={}, blobs={})
+            made.save(2, parts=lambda _: _breaking(group, how, victim), state={}, blobs={})
             made.finish()
         told, hint = "", ""
     except Exception as error:  # noqa: BLE001  the test reads it
@@ -113,7 +111,7 @@ def fail_on(group: Group, folder: str, how: str, *, victim: int, background: boo
     group.barrier()  # the first rank has removed what there was
     steps, left = store.steps(), sorted(path.name for path in Path(folder).iterdir())
     group.barrier()
-    made.save(3, parts=lambda: thirds(group, 3.0), state={}, blobs={})
+    made.save(3, parts=lambda _: thirds(group, 3.0), state={}, blobs={})
     made.finish()
     return {"told": told, "hint": hint, "seconds": seconds, "steps": steps, "left": left, "after": store.steps()}
 

@@ -8,18 +8,19 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from saver_cases import parts_of, saver_on
-from trainer_cases import SPEC, make_trainer
+from trainer_cases import SPEC, make_batch, make_trainer
 
-from gyre.core.errors import DeadlineError, SnapshotError
+from gyre.core.errors import DeadlineError, MemoryBudgetError, SnapshotError
 from gyre.objectives.config import PpoConfig
 from gyre.planner.memory import staging_bytes
 from gyre.planner.shapes import model_numbers
-from gyre.trainer.saver import Staging
 from gyre.trainer.snapshot import SnapshotStore
+from gyre.trainer.staging import Placed, Staging
 
 
 class Case:
@@ -38,8 +39,17 @@ class Case:
         self.weights = torch.zeros(1000)
 
     def save(self, step: int) -> None:
-        parts = {"weights": self.weights, "odd": torch.ones(3, dtype=torch.bfloat16)}
-        self.saver.save(step, parts=lambda: parts_of(parts), state={"loop_step": step}, blobs={"b": b"12"})
+        tensors = {"weights": self.weights, "odd": torch.ones(3, dtype=torch.bfloat16)}
+
+        def parts(no_longer_read):
+            self.no_longer_read = no_longer_read
+            return parts_of(tensors)
+
+        self.saver.save(step, parts=parts, state={"loop_step": step}, blobs={"b": b"12"})
+
+    def train(self, value: float) -> None:
+        self.no_longer_read()
+        self.weights.fill_(value)
 
     def kinds(self) -> list[str]:
         return [kind for kind, _ in self.events]
@@ -57,26 +67,30 @@ def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path) -> None:
     case = Case(tmp_path)
     case.weights.fill_(7.0)
     case.save(1)
-    case.weights.fill_(8.0)  # training goes on before anything is on disk
+    case.train(8.0)  # before anything is on disk
     assert case.store.steps() == ()
     case.go.set()
     case.saver.finish()
     assert weights_in(case.store).eq(7.0).all()
     found = case.store.load_latest()
     assert found.state == {"loop": {"loop_step": 1}, "trainer": {"version": 7}} and found.blobs == {"b": b"12"}
-    assert case.kinds() == ["snapshot.staged", "snapshot.saved"]
+    assert [kind for kind in case.kinds() if kind != "snapshot.held"] == [
+        "snapshot.begun",
+        "snapshot.copied",
+        "snapshot.saved",
+    ]
 
 
 def test_a_second_save_waits_for_the_first(tmp_path: Path) -> None:
     case = Case(tmp_path)
     case.weights.fill_(1.0)
     case.save(1)
-    case.weights.fill_(2.0)
+    case.train(2.0)
     waiting = threading.Thread(target=case.save, args=(2,))
     waiting.start()
     while "snapshot.waiting" not in case.kinds():
         waiting.join(0.01)
-    assert case.kinds().count("snapshot.staged") == 1, "buffers are not touched while they are written"
+    assert case.kinds().count("snapshot.begun") == 1, "buffers are not touched while they are written"
     case.go.set()
     waiting.join(60)
     case.saver.finish()
@@ -114,12 +128,129 @@ def test_a_failed_write_comes_out_and_leaves_the_one_before(tmp_path: Path, by: 
     assert case.store.steps() == (1, 4), "told once; saves go on"
 
 
+class Copying:
+    """A trainer and a saver that copies when it is let."""
+
+    def __init__(self, folder: Path, *, deadline_s: float = 60.0, **settings: Any) -> None:
+        self.trainer = make_trainer("sft", **settings)
+        self.saver, self.store, self.events = saver_on(None, folder, background=True, deadline_s=deadline_s)
+        self.go, self.begun = threading.Event(), threading.Event()
+        honest = self.saver._staging.fill
+
+        def slow(placed):
+            self.begun.set()
+            assert self.go.wait(60)
+            honest(placed)
+
+        self.saver._staging.fill = slow
+
+    def save(self, step: int) -> None:
+        self.saver.save(step, parts=self.trainer.live_snapshot, state={}, blobs={})
+
+    def held(self) -> list[float]:
+        return [fields["seconds"] for kind, fields in self.events if kind == "snapshot.held"]
+
+
+def test_training_goes_on_while_the_state_is_copied_until_it_changes_it(tmp_path: Path) -> None:
+    case = Copying(tmp_path)
+    case.trainer.step_now(make_batch(4, step=1))
+    before = case.trainer.snapshot()["tensors"]
+    case.save(1)
+    assert case.begun.wait(60), "in a thread of its own"
+    case.trainer.evaluate_now(make_batch(4, step=2), "policy")  # reads only
+    passes: list[str] = []
+    module = case.trainer._models.actor.decoder
+    hook = module.layers[0].register_full_backward_hook(lambda *_: passes.append("backward"))
+    step = threading.Thread(target=case.trainer.step_now, args=(make_batch(4, step=2),))
+    step.start()
+    while not passes:
+        step.join(0.01)
+    step.join(0.3)
+    assert step.is_alive() and case.trainer.version == 1, "the update waits"
+    case.go.set()
+    step.join(60)
+    hook.remove()
+    case.saver.finish()
+    assert case.trainer.version == 2 and len(case.held()) == 1 and case.held()[0] > 0.2
+    found = case.store.load_latest()
+    for part in before.values():
+        read = torch.empty_like(part.values_N)
+        found.tensors.read(part.name, part.start, read)
+        assert torch.equal(read, part.values_N), part.name
+
+
+@pytest.mark.parametrize("how", ["move", "restore", "close"])
+def test_nothing_that_changes_the_state_comes_before_the_copy(tmp_path: Path, how: str) -> None:
+    case = Copying(tmp_path)
+    state = case.trainer.snapshot()
+    case.save(1)
+    change = {
+        "move": lambda: case.trainer.move(["actor.optimizer"], "host"),
+        "restore": lambda: case.trainer.restore(state),
+        "close": case.trainer._close,
+    }[how]
+    changing = threading.Thread(target=change)
+    changing.start()
+    changing.join(0.3)
+    assert changing.is_alive()
+    case.go.set()
+    changing.join(60)
+    case.saver.finish()
+    assert len(case.held()) == 1 and case.store.steps() == (1,)
+
+
+def test_waiting_for_a_copy_has_a_deadline(tmp_path: Path) -> None:
+    case = Copying(tmp_path, deadline_s=0.05)
+    case.save(1)
+    with pytest.raises(DeadlineError, match="snapshot of step 1 is not copied"):
+        case.trainer.step_now(make_batch(4, step=1))
+    assert case.trainer.version == 0
+    case.go.set()
+
+
+def test_a_copy_that_fails_comes_out_and_training_goes_on(tmp_path: Path) -> None:
+    case = Copying(tmp_path)
+    case.go.set()
+    case.save(1)
+    case.saver.finish()
+
+    def fail(placed: Placed) -> None:
+        raise RuntimeError("the device is gone")
+
+    case.saver._staging.fill = fail
+    case.save(2)
+    case.trainer.step_now(make_batch(4, step=1))
+    with pytest.raises(SnapshotError, match="step 2 could not be copied to the host: the device is gone"):
+        case.saver.finish()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_memory_is_made_before_the_first_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(tmp_path)
+    case.saver.prepare(1 << 16)
+    case.go.set()
+    case.save(1)
+    assert case.saver._staging.size_bytes == 1 << 16
+    case.saver.finish()
+
+    def refuse(self: Staging, size_bytes: int) -> None:
+        raise MemoryBudgetError("no memory is left", hint="buy some")
+
+    monkeypatch.setattr(Staging, "_make", refuse)
+    other = Case(tmp_path / "other")
+    other.saver.prepare(1 << 16)
+    with pytest.raises(SnapshotError, match="no memory is left"):
+        other.save(1)
+
+
 def test_staging_memory_is_kept_and_grows() -> None:
-    staging = Staging(pinned=False)
+    staging = Staging(torch.device("cpu"))
     tensors = {"a": torch.arange(10.0), "b": torch.ones(3, dtype=torch.bfloat16), "c": torch.ones(())}
 
     def copy(tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        return [part.values_N for part in staging.copy(list(parts_of(tensors)["tensors"].values()))]
+        placed = staging.place(list(parts_of(tensors)["tensors"].values()))
+        staging.fill(placed)
+        return [part.values_N for part in placed.staged]
 
     first = copy(tensors)
     for staged, tensor in zip(first, tensors.values(), strict=True):
@@ -136,8 +267,9 @@ def test_the_planner_counts_what_is_staged(tmp_path: Path) -> None:
     saver, _, events = saver_on(None, tmp_path, background=True)
     saver.save(1, parts=trainer.live_snapshot, state={}, blobs={})
     saver.finish()
-    (staged,) = [fields["buffer_bytes"] for kind, fields in events if kind == "snapshot.staged"]
+    (staged,) = [fields["buffer_bytes"] for kind, fields in events if kind == "snapshot.begun"]
     planned = staging_bytes(model_numbers(SPEC), "bfloat16", trained=2, reference=True, average=True, ranks=1)
+    assert staged == trainer.snapshot_bytes()
     assert planned <= staged < planned + 64 * (len(trainer.snapshot()["tensors"]) + 1) + 12 * SPEC.hidden_size
 
 
@@ -156,7 +288,7 @@ def stop_here(aside, manifest):  # all files of the second one are there, its ma
     begun.set()
     threading.Event().wait(60)
 case.store.publish = stop_here
-case.weights.fill_(2.0)
+case.train(2.0)
 case.save(2)
 assert begun.wait(60)
 os.kill(os.getpid(), signal.SIGKILL)

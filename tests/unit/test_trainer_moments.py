@@ -350,7 +350,7 @@ def test_a_snapshot_in_files_comes_back_to_the_bit(tmp_path):
     saver, store, events = saver_on(None, tmp_path, background=True)
     saver.save(1, parts=first.live_snapshot, state={}, blobs={})
     saver.finish()
-    (staged,) = [fields["buffer_bytes"] for kind, fields in events if kind == "snapshot.staged"]
+    (staged,) = [fields["buffer_bytes"] for kind, fields in events if kind == "snapshot.begun"]
     given = {"trained": 1, "reference": False, "average": False, "ranks": 1}
     planned = staging_bytes(model_numbers(BLOCKS), "float32", moments="8_bit", **given)
     assert planned <= staged < planned + 64 * (len(saved_tensors(first)) + 1)

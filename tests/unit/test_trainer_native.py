@@ -236,7 +236,7 @@ def test_resume_from_a_snapshot_is_bit_equal(kind, dtype, tmp_path):
     first = make_trainer(kind, **settings)
     assert run(first, range(3)) == reports[:3]
     store = SnapshotStore(tmp_path, keep=1, emit=lambda *_, **__: None)
-    options = {"background": False, "pinned": False, "deadline_s": 60.0, "emit": lambda *_, **__: None}
+    options = {"background": False, "deadline_s": 60.0, "emit": lambda *_, **__: None}
     Saver(store, alone(), **options).save(3, parts=first.live_snapshot, state={}, blobs={})
     read = store.load_latest()
     second = make_trainer(kind, decoder=make_decoder(dtype, seed=99), **settings)

@@ -46,7 +46,7 @@ SHARD = "rank-00000.safetensors"
 
 def save(folder: Path, step: int, *, keep: int = 2, tensors=TENSORS) -> tuple[SnapshotStore, list]:
     saver, store, events = saver_on(None, folder, keep=keep)
-    saver.save(step, parts=lambda: parts_of(tensors), state={**STATE, "step": step}, blobs=BLOBS)
+    saver.save(step, parts=lambda _: parts_of(tensors), state={**STATE, "step": step}, blobs=BLOBS)
     return store, events
 
 
@@ -226,9 +226,9 @@ from gyre.trainer.saver import Saver
 from gyre.trainer.snapshot import SnapshotStore
 emit = lambda *_, **__: None
 store = SnapshotStore(Path(sys.argv[1]), keep=2, emit=emit)
-saver = Saver(store, alone(), background=False, pinned=False, deadline_s=60.0, emit=emit)
+saver = Saver(store, alone(), background=False, deadline_s=60.0, emit=emit)
 part = Part(name="a", shape=(400_000,), start=0, values_N=torch.ones(400_000))
-save = lambda: saver.save(2, parts=lambda: {"tensors": {part.key: part}, "state": {}}, state={}, blobs={"b": b"1"})
+save = lambda: saver.save(2, parts=lambda _: {"tensors": {part.key: part}, "state": {}}, state={}, blobs={"b": b"1"})
 """
 KILLED = """
 calls = 0

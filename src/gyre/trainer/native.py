@@ -55,6 +55,7 @@ from gyre.trainer.parts import OTHER_MODEL, HeldParts, Holding, Part, PartSource
 from gyre.trainer.passes import ChunkLogprobs, chunk_logprobs
 from gyre.trainer.reference import Reference
 from gyre.trainer.schedule import learning_rate_factor
+from gyre.trainer.staging import padded
 from gyre.trainer.start import blank_copy, is_blank, start_away, start_frozen
 from gyre.trainer.tenancy import ScoredModel, Tenancy
 from gyre.trainer.trace import Tracer
@@ -229,9 +230,10 @@ class NativeTrainer:
         parts = {key: replace(part, values_N=_host_copy(part.values_N)) for key, part in taken["tensors"].items()}
         return {"tensors": parts, "state": taken["state"]}
 
-    def live_snapshot(self) -> Mapping[str, Any]:
-        """As `snapshot`, but the parts are read where each component lies, on whatever tier, and are valid until
-        training or a move goes on. Moves nothing; asks no other rank for anything."""
+    def live_snapshot(self, no_longer_read: Callable[[], None] | None = None) -> Mapping[str, Any]:
+        """As `snapshot`, but the parts are read where each component lies, on whatever tier, and are valid until an
+        update, a restore or a move changes them. It is preceded by `no_longer_read`, which returns when it may. Moves
+        nothing; asks no other rank for anything."""
         self._assert_filled()
         parts: dict[str, Part] = {}
         components: dict[str, list[Holding]] = {}
@@ -241,6 +243,8 @@ class NativeTrainer:
             named = {name: tensor for holding in holdings for name, tensor in holding.named().items()}
             readable = self._tenancy.readable(component, named)
             parts |= {part.key: part for holding in holdings for part in holding.parts(readable)}
+        if no_longer_read is not None:
+            self._tenancy.lend(components, no_longer_read)
         state = {
             "objective": self._objective.kind,
             "model": self._model,
@@ -262,6 +266,7 @@ class NativeTrainer:
         wanted = [holding.kinds() for holding in self._holdings()]
         check_kinds({name: kind for kinds in wanted for name, kind in kinds.items()}, source.kinds())
         self._filled = False  # until all of it is there
+        self._tenancy.recall()
         with self._group.guard("restore"):
             for learner in self._models.learners:  # one at a time: what is parked need not fit beside the others
                 with self._tenancy.all_on_device(f"{learner.name}."):
@@ -370,6 +375,7 @@ class NativeTrainer:
             self._clear_gradients()
             return
         totals.add(found, norms)
+        self._tenancy.recall()
         for learner in self._models.learners:
             clip, norm = self._config.grad_clip, norms[learner.name]
             clipped = clip / norm if clip and norm > clip else 1.0
@@ -390,6 +396,7 @@ class NativeTrainer:
         due = self._reference.due(self._steps_done) if self._reference is not None else None
         if self._reference is None or due is None:
             return
+        self._tenancy.recall()
         with self._tenancy.on_device("reference"):
             self._reference.follow(self._models.actor.optimizer, due)
         if due == "refresh":
@@ -441,6 +448,11 @@ class NativeTrainer:
         with self._group.guard(f"evaluation of '{which}'"), self._meter.working():
             return self._evaluator.evaluate(batch, which)
 
+    def snapshot_bytes(self) -> int:
+        """Of this rank's part of a snapshot."""
+        sizes = [holding.sizes_bytes() for holding in self._holdings()]
+        return sum(padded(size) for found in sizes for size in found)
+
     def _holdings(self) -> list[Holding]:
         """Everything that a snapshot holds, and this rank of it."""
         found = [holding for learner in self._models.learners for holding in learner.holdings()]
@@ -465,6 +477,7 @@ class NativeTrainer:
                 )
 
     def _close(self) -> None:
+        self._tenancy.recall()
         for learner in self._models.learners:
             learner.optimizer.close()
         for stream in self._tenancy.streams.values():

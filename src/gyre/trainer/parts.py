@@ -127,6 +127,11 @@ class Holding:
             found.append(Part(name=self.prefix + name, shape=shape, start=start, values_N=values_N))
         return found
 
+    def sizes_bytes(self) -> list[int]:
+        """Of the parts that this rank saves."""
+        mine = own_runs(self.layout, self.rank, copy=self.sharers.rank, num_copies=self.sharers.size)
+        return [(stop - start) * self.dtype.itemsize for start, stop in mine.values()]
+
     @torch.no_grad()
     def load(self, source: PartSource) -> None:
         """Overwrite this rank's runs, which are on the device."""

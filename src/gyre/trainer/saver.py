@@ -1,12 +1,14 @@
 """Saver: a snapshot by all ranks at once. In: each rank's parts, the loop's state. Out: a snapshot on a disk that all
 ranks see, or one SnapshotError, the same on every rank. Caller: wire; every rank makes one and calls it alike.
 
-    first rank makes a folder ─▶ all stage ─▶ all write their file ─▶ first rank writes the manifest ─▶ verdict
-                               (training goes on from here, in the background)
+    first rank makes a folder ─▶ all place ─▶ copy ─▶ write their file ─▶ first rank writes the manifest ─▶ verdict
+                                        (training goes on from here, in the background; whoever
+                                         changes the state first waits until it is copied)
 
-Ranks agree by collectives until they have staged, and by notes from there on: a rank that writes in a thread may use no
-collective, and one that is still writing keeps nobody in one. A rank that fails leaves a note; the others look for it
-before every block, stop, and get the verdict. So a full disk on one rank ends the save on all in seconds.
+Ranks agree by collectives until each has a place for its parts, and by notes from there on: a rank that copies and
+writes in a thread may use no collective, and one that is still at it keeps nobody in one. A rank that fails leaves a
+note; the others look for it before every block, stop, and get the verdict. So a full disk on one rank ends the save on
+all in seconds.
 """
 
 from __future__ import annotations
@@ -18,11 +20,9 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from gyre.core.errors import DeadlineError, GyreError, SnapshotError, is_disk_full
 from gyre.parallel.group import Group
@@ -38,44 +38,17 @@ from gyre.trainer.manifest import (
 from gyre.trainer.parts import Kind, Part
 from gyre.trainer.shardfile import ReadBackError, write_bytes, write_shard
 from gyre.trainer.snapshot import BLOBS, STATE, SnapshotStore
+from gyre.trainer.staging import Placed, Staging
 from gyre.vram.diskfile import sync_folder
-from gyre.vram.hostbuffer import HostBuffer
 
 POLL_S = 0.05
 LAST_WORDS_S = 10.0  # how long the first rank waits for the others to stop before it removes what they wrote
-LINE_BYTES = 64  # every staged part begins on one
+COPY_FAILED = "snapshot of step {step} could not be copied to the host"
 NO_MEMORY = "if the host lacks memory, set snapshot.background = false: then nothing is staged"
 
-
-class Staging:
-    """Host memory for one rank's parts, pinned beside a GPU; kept for the next save, made anew when it must grow."""
-
-    def __init__(self, *, pinned: bool) -> None:
-        self._pinned = pinned
-        self._buffer: HostBuffer | None = None
-
-    def copy(self, parts: Sequence[Part]) -> list[Part]:
-        """The same parts in host memory, valid until the next call. MemoryBudgetError if the host has not enough."""
-        starts, size_bytes = [], 0
-        for part in parts:
-            starts.append(size_bytes)
-            size_bytes += -(-part.size_bytes // LINE_BYTES) * LINE_BYTES
-        if size_bytes and (self._buffer is None or self._buffer.size_bytes < size_bytes):
-            self._buffer = None
-            self._buffer = HostBuffer(size_bytes, pin=self._pinned, owner="staging of snapshots")
-        staged = []
-        for part, start in zip(parts, starts, strict=True):
-            assert self._buffer is not None
-            home_N = self._buffer.bytes[start : start + part.size_bytes].view(part.values_N.dtype)
-            home_N.copy_(part.values_N, non_blocking=self._pinned)
-            staged.append(replace(part, values_N=home_N))
-        for device in {part.values_N.device for part in parts if part.values_N.is_cuda}:
-            torch.cuda.synchronize(device)  # of the parts, which need not be the calling thread's
-        return staged
-
-    @property
-    def size_bytes(self) -> int:
-        return 0 if self._buffer is None else self._buffer.size_bytes
+LiveParts = Callable[[Callable[[], None]], Mapping[str, Any]]
+"""Gives {"tensors": this rank's Parts by key, "state"}. The parts are live. It gets a function that whoever is about to
+change them calls first, and which returns when they are no longer read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +60,8 @@ class _Job:
     parts: Sequence[Part]
     state: Mapping[str, Any]
     blobs: Mapping[str, bytes]
+    placed: Placed | None = None  # where `parts` must be copied to before they are written
+    copied: threading.Event = field(default_factory=threading.Event)  # or nobody copies
 
     def key(self, what: str) -> str:
         return f"{self.aside.name}/{what}"
@@ -105,14 +80,14 @@ class Saver:
         group: Group,
         *,
         background: bool,
-        pinned: bool,
         deadline_s: float,
         emit: Callable[..., None],
     ) -> None:
-        """In the background `save` returns when the state is staged, and `finish` when the last one is on disk."""
+        """In the background `save` returns when the state has a place to be copied to, and `finish` when the last one
+        is on disk."""
         self._store, self._group, self._background = store, group, background
         self._deadline_s, self._emit = deadline_s, emit
-        self._staging = Staging(pinned=pinned)
+        self._staging = Staging(group.device)
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._writing = -1  # step in flight
@@ -122,22 +97,28 @@ class Saver:
         self,
         step: int,
         *,
-        parts: Callable[[], Mapping[str, Any]],
+        parts: LiveParts,
         state: Mapping[str, Any],
         blobs: Mapping[str, bytes],
     ) -> None:
-        """`parts` gives {"tensors": this rank's Parts by key, "state"}, valid until training goes on. SnapshotError of
-        this save, or of the one before if that was in the background; DeadlineError when one is not done in time."""
+        """SnapshotError of this save, or of the one before if that was in the background; DeadlineError when one is
+        not done in time."""
         with self._group.guard(f"snapshot of step {step}"):
             self._settle(step)
             aside = self._begin(step)
-            job = self._stage(step, aside, parts, state, blobs)
+            job = self._place(step, aside, parts, state, blobs)
             if not self._background:
                 self._write(job)
                 return
             self._writing = step
+            job.copied.clear()
             self._thread = threading.Thread(target=self._write_apart, args=(job,), name=f"snapshot-{step}", daemon=True)
             self._thread.start()
+
+    def prepare(self, size_bytes: int) -> None:
+        """Begin to make the memory that a background save of so many bytes needs."""
+        if self._background:
+            self._staging.prepare(size_bytes)
 
     def finish(self) -> None:
         """Wait for what is in flight. Raises as `save` does."""
@@ -177,24 +158,27 @@ class Saver:
                 failure = self._cannot_write(step, error)
         return Path(self._agree(failure, made)[0])
 
-    def _stage(
+    def _place(
         self,
         step: int,
         aside: Path,
-        parts: Callable[[], Mapping[str, Any]],
+        parts: LiveParts,
         state: Mapping[str, Any],
         blobs: Mapping[str, bytes],
     ) -> _Job:
-        """Everything that is to be written, where nothing overwrites it before it is."""
+        """Everything that is to be written. In the background nothing overwrites it before it is copied."""
         began, failure, job = time.monotonic(), None, None
         try:
-            own = parts()
-            mine = list(own["tensors"].values())
-            mine = self._staging.copy(mine) if self._background else mine
+            own = parts(lambda: self._hold(job))
+            mine, placed = list(own["tensors"].values()), None
+            if self._background:
+                placed = self._staging.place(mine)
+                mine = placed.staged
             whole = {"loop": state, "trainer": own["state"]}
-            job = _Job(step=step, aside=aside, parts=mine, state=whole, blobs=blobs)
+            job = _Job(step=step, aside=aside, parts=mine, state=whole, blobs=blobs, placed=placed)
+            job.copied.set()
         except (OSError, RuntimeError, GyreError) as error:  # RuntimeError: torch has no common type for lack of memory
-            failure = self._told(f"snapshot of step {step} could not be copied to the host", error)
+            failure = self._told(COPY_FAILED.format(step=step), error)
         numbers = [time.monotonic() - began, self._staging.size_bytes]
         try:
             told = self._agree(failure, numbers)
@@ -204,9 +188,23 @@ class Saver:
             raise
         if self._background and self._group.rank == 0:
             seconds, sizes = (list(column) for column in zip(*told, strict=True))
-            self._emit("snapshot.staged", step=step, seconds=max(seconds), buffer_bytes=sum(sizes))
+            self._emit("snapshot.begun", step=step, seconds=max(seconds), buffer_bytes=sum(sizes))
         assert job is not None
         return job
+
+    def _hold(self, job: _Job | None) -> None:
+        """Called by whoever is about to change what is saved: returns once it is copied."""
+        if job is None or job.copied.is_set():
+            return
+        began = time.monotonic()
+        while not job.copied.wait(POLL_S):
+            self._group.check(f"snapshot of step {job.step}")
+            if time.monotonic() - began > self._deadline_s:
+                raise DeadlineError(
+                    f"the snapshot of step {job.step} is not copied to the host after {self._deadline_s:g} s",
+                    hint="the host is short of memory or busy: snapshot less often, or set snapshot.background = false",
+                )
+        self._emit("snapshot.held", step=job.step, rank=self._group.rank, seconds=time.monotonic() - began)
 
     def _agree(self, failure: BaseException | None, value: Any = None) -> list[Any]:
         """Every rank's value; or the first rank's failure, raised on all."""
@@ -236,12 +234,14 @@ class Saver:
         notes, rank = self._group.notes, self._group.rank
         written, fault = "", None
         try:
+            self._copy(job)
             written = to_text(self._write_files(job))
         except Stopped:
             pass  # the one that failed has said why
         except Exception as error:  # noqa: BLE001  the others must hear of any; ours is raised below
-            fault = None if isinstance(error, OSError) else error
-            notes.put(job.key("failed"), _as_note(self._cannot_write(job.step, error)))
+            fault = None if isinstance(error, OSError | SnapshotError) else error
+            told = error if isinstance(error, SnapshotError) else self._cannot_write(job.step, error)
+            notes.put(job.key("failed"), _as_note(told))
         notes.put(job.key(f"done/{rank}"), written)
         if rank == 0:
             self._conclude(job)
@@ -250,6 +250,19 @@ class Saver:
             raise fault
         if verdict:
             raise SnapshotError(**json.loads(verdict))
+
+    def _copy(self, job: _Job) -> None:
+        """From where the state lives to where it is written from."""
+        began = time.monotonic()
+        try:
+            if job.placed is not None:
+                self._staging.fill(job.placed)
+        except (OSError, RuntimeError) as error:  # as in `_place`
+            raise self._told(COPY_FAILED.format(step=job.step), error) from error
+        finally:
+            job.copied.set()
+        if job.placed is not None and self._group.rank == 0:
+            self._emit("snapshot.copied", step=job.step, seconds=time.monotonic() - began)
 
     def _write_files(self, job: _Job) -> SnapshotManifest:
         """What this rank writes; the first one writes the loop's state, too."""

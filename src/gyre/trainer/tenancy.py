@@ -6,7 +6,7 @@ trainer.native.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -34,6 +34,8 @@ class Tenancy(PoolTenant):
         super().__init__([])
         self.folder, self._parked = disk_folder, parked
         self.streams: dict[str, WeightStream] = {}  # of models whose weights are in host memory
+        self._lent: frozenset[str] = frozenset()  # components that somebody reads beside the trainer
+        self._no_longer_read: Callable[[], None] = lambda: None
 
     def take_learner(self, learner: Learner) -> Learner:
         self._take(learner.pools(self.folder))
@@ -61,6 +63,22 @@ class Tenancy(PoolTenant):
             pool.move(self._parked.get(pool.name, pool.tier))
         rank = {name: (ORDER.index(name.partition(".")[0]), at) for at, name in enumerate(self._pools)}
         self._pools = {name: self._pools[name] for name in sorted(self._pools, key=rank.__getitem__)}
+
+    def lend(self, names: Iterable[str], no_longer_read: Callable[[], None]) -> None:
+        """Let somebody read components until they change: `no_longer_read` returns when they may."""
+        self.recall()
+        self._lent, self._no_longer_read = frozenset(names), no_longer_read
+
+    def recall(self) -> None:
+        """Before anything that was lent changes."""
+        if self._lent:
+            self._no_longer_read()
+            self._lent = frozenset()
+
+    def move(self, names: Sequence[str], tier: Tier) -> None:
+        if self._lent.intersection(names):
+            self.recall()
+        super().move(names, tier)
 
     def tiers(self) -> dict[str, Tier]:
         return {component.name: component.tier for component in self.components()}

@@ -155,10 +155,11 @@ def make_snapshots(
         stage_store(config, folder, stage, emit),
         group or alone(machine.device),
         background=config.snapshot.background,
-        pinned=machine.device.type == "cuda",
         deadline_s=config.snapshot.deadline_s,
         emit=emit,
     )
+    if config.snapshot.every_steps:  # else there is one at the end, which may wait
+        saver.prepare(trainer.snapshot_bytes())
     return Snapshots(saver, trainer, machine.compute)
 
 
