@@ -4,9 +4,10 @@ Run: python bench/snapshot.py --gpus 4 --rows 8b 0.6b --to /dev/shm/snapshots --
 
 What stalls is `Saver.save`, and by how much the step that follows is slower than the median: in the background each
 rank's part is copied to pinned host memory beside that step's passes, and the update waits for the rest. A row is SHAPE
-or SHAPE:LAYERS, under zero 3, with a training step of 8,192 tokens per rank. Pinned memory is made when the trainer is,
-as a run does it, beside the first steps; how long it takes is told. Host memory is touched before anything is timed: a
-virtual machine may only get it then. The link is a plain copy to pinned memory on all GPUs at once, in the same run.
+and any of layers=N and chunks=N, under zero 3, with a training step of 8,192 tokens per rank and chunk. Pinned memory
+is made when a run's trainer is, so how long that takes is told apart. Host memory is touched before anything is timed:
+a virtual machine may only get it then. The link is a plain copy to pinned memory on all GPUs at once, in the same run;
+the limit is what a copy at its speed takes longer than a step.
 
 Whether the write ends within --write-s or not, the stall is recorded. A snapshot that was written is read back whole.
 """
@@ -50,7 +51,7 @@ def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("--gpus", type=int, default=torch.cuda.device_count(), help="left out, all there are")
     options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    options.add_argument("--rows", nargs="+", default=["8b", "0.6b"], metavar="SHAPE[:LAYERS]")
+    options.add_argument("--rows", nargs="+", default=["8b", "0.6b"], metavar="SHAPE[:NAME=N]")
     options.add_argument("--to", type=Path, required=True, help="a folder on the disk to measure; nothing stays there")
     options.add_argument("--write-s", type=float, default=60.0, help="longest that a write is waited for")
     options.add_argument("--row-s", type=float, default=200.0, help="longest that a row may take")
@@ -60,7 +61,7 @@ def main() -> None:
         circumstances(args.commit)
     with Ranks(args.gpus, device=args.device, wall_s=args.wall_s) as ranks:
         for text in args.rows:
-            row, folder = read_row(text), args.to / f"snapshots-{text.replace(':', '-')}"
+            row, folder = read_row(text), args.to / f"snapshots-{text.replace(':', '-').replace('=', '')}"
             try:
                 found = ranks.call(measure, row, str(folder), args.write_s, deadline_s=args.row_s)[0]
             except RanksFailed as error:
@@ -74,21 +75,21 @@ def main() -> None:
 
 
 def read_row(text: str) -> Row:
-    shape, _, layers = text.partition(":")
+    shape, *rest = text.split(":")
     tokens = TINY_TOKENS if shape == "tiny" else TOKENS
-    given = {"shape": shape, "checkpointing": "none", "matmul": "same", "tokens": tokens, "layers": int(layers or 0)}
-    return Row.model_validate(given)
+    numbers = {key: int(value) for key, _, value in (part.partition("=") for part in rest)}
+    return Row.model_validate({"shape": shape, "checkpointing": "none", "matmul": "same", "tokens": tokens, **numbers})
 
 
 def report(args: argparse.Namespace, text: str, row: Row, found: dict[str, Any]) -> None:
     on_link = found.get("link_gb_per_s")
     say(
         args,
-        name=f"snapshot_{args.gpus}x_{text.replace('.', '_').replace(':', '_')}",
+        name=f"snapshot_{args.gpus}x_{text.replace('.', '_').replace(':', '_').replace('=', '')}",
         unit="s of stall",
         ours=found.pop("stall_s"),
         peer=TITAN if row.spec == SHAPES["8b"] else None,
-        limit=None if on_link is None else found["rank_bytes"] / on_link / 1e9,
+        limit=None if on_link is None else max(0.0, found["rank_bytes"] / on_link / 1e9 - found["step_s"]),
         settings={
             "gpus": args.gpus, **row.model_dump(), "layers": row.spec.num_layers, "folder": str(args.to),
             "device": args.device,

@@ -2,7 +2,7 @@
 device, on the host or in a mapped file. Out: the same parts in kept memory, pinned beside a GPU. Caller: trainer.saver.
 
 `place` lays the parts out and copies nothing; `fill` copies, in any thread, beside whatever reads the state. Bytes
-leave a GPU a block at a time: a copy of one number to the host waits behind all that were queued before it (308 ms
+leave a GPU a batch at a time: a copy of one number to the host waits behind all that were queued before it (308 ms
 behind 16 GB, measured), and a step has some of those.
 """
 
@@ -23,17 +23,30 @@ from gyre.trainer.parts import Part
 from gyre.vram.hostbuffer import HostBuffer
 
 LINE_BYTES = 64  # every staged part begins on one
-BLOCK_BYTES, QUEUED = 32 << 20, 2  # of a copy; copies that lie in a device's queue at a time
+BATCH_BYTES, QUEUED = 128 << 20, 2  # of one launch of copies; launches that a device has before it at a time
+BLOCK_BYTES = 32 << 20  # of a copy on the host
 HOST_THREADS = 4  # that copy what lies on the host: one alone moves 4 GB/s
+
+
+Copies = tuple[list[Tensor], list[Tensor]]  # from, to
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaving:
+    """What comes from one device."""
+
+    device: torch.device
+    after: torch.cuda.Event  # when the numbers are there
+    batches: Sequence[Copies]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """Parts and where their copies will be."""
+    """Parts, and where their copies will be."""
 
-    parts: Sequence[Part]
-    staged: Sequence[Part]  # the same, in the staging memory
-    after: tuple[torch.cuda.Event, ...]  # which their numbers are there
+    staged: Sequence[Part]  # in the staging memory
+    leaving: Sequence[Leaving]
+    on_host: Sequence[tuple[Tensor, Tensor]]  # from, to
 
 
 class Staging:
@@ -70,21 +83,20 @@ class Staging:
             assert self._buffer is not None
             home_N = self._buffer.bytes[start : start + part.size_bytes].view(part.values_N.dtype)
             staged.append(replace(part, values_N=home_N))
-        after = []
-        for device in {part.values_N.device for part in parts if part.values_N.is_cuda}:
-            after.append(event := torch.cuda.Event())
-            event.record(torch.cuda.current_stream(device))
-        return Placed(parts=parts, staged=staged, after=tuple(after))
+        pairs = [(part.values_N, home.values_N) for part, home in zip(parts, staged, strict=True)]
+        devices = {source_N.device for source_N, _ in pairs if source_N.is_cuda}
+        return Placed(
+            staged=staged,
+            leaving=[_leaving(device, [pair for pair in pairs if pair[0].device == device]) for device in devices],
+            on_host=list(_blocks([pair for pair in pairs if not pair[0].is_cuda], BLOCK_BYTES)),
+        )
 
     def fill(self, placed: Placed) -> None:
         """Copy, and return when all of it is there. The parts must not change meanwhile."""
-        pairs = list(zip(placed.parts, placed.staged, strict=True))
-        from_device = [(part.values_N, home.values_N) for part, home in pairs if part.values_N.is_cuda]
-        from_host = [(part.values_N, home.values_N) for part, home in pairs if not part.values_N.is_cuda]
-        for device in {source_N.device for source_N, _ in from_device}:
-            _copy_down([pair for pair in from_device if pair[0].device == device], device, placed.after)
+        for leaving in placed.leaving:
+            _copy_down(leaving)
         with ThreadPoolExecutor(HOST_THREADS, thread_name_prefix="snapshot-copy") as pool:
-            for copied in [pool.submit(into_N.copy_, block_N) for block_N, into_N in _blocks(from_host)]:
+            for copied in [pool.submit(into_N.copy_, source_N) for source_N, into_N in placed.on_host]:
                 copied.result()
 
     @property
@@ -102,23 +114,38 @@ def padded(size_bytes: int) -> int:
     return -(-size_bytes // LINE_BYTES) * LINE_BYTES
 
 
-def _copy_down(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device, after: Sequence[torch.cuda.Event]) -> None:
-    """On a stream of its own, with few bytes queued at a time."""
-    stream, queued = torch.cuda.Stream(device), deque[torch.cuda.Event]()
-    for event in after:
-        stream.wait_event(event)
-    for block_N, into_N in _blocks(pairs):
+def _leaving(device: torch.device, pairs: Sequence[tuple[Tensor, Tensor]]) -> Leaving:
+    """Behind what the calling thread has launched there."""
+    after = torch.cuda.Event()
+    after.record(torch.cuda.current_stream(device))
+    batches: list[Copies] = []
+    size_bytes = BATCH_BYTES
+    for source_N, into_N in _blocks(pairs, BATCH_BYTES):
+        if size_bytes >= BATCH_BYTES:
+            batches.append(([], []))
+            size_bytes = 0
+        batches[-1][0].append(source_N)
+        batches[-1][1].append(into_N)
+        size_bytes += source_N.nbytes
+    return Leaving(device=device, after=after, batches=batches)
+
+
+def _copy_down(leaving: Leaving) -> None:
+    """On a stream of its own. A launch is one call: the thread that trains is in Python's way at each."""
+    stream, queued = torch.cuda.Stream(leaving.device), deque[torch.cuda.Event]()
+    stream.wait_event(leaving.after)
+    for sources, targets in leaving.batches:
         while len(queued) >= QUEUED:
             queued.popleft().synchronize()
         with torch.cuda.stream(stream):
-            into_N.copy_(block_N, non_blocking=True)
+            torch._foreach_copy_(targets, sources, non_blocking=True)
         queued.append(event := torch.cuda.Event(blocking=True))
         event.record(stream)
     stream.synchronize()
 
 
-def _blocks(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """(from, to), a block at a time."""
+def _blocks(pairs: Sequence[tuple[Tensor, Tensor]], block_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """(from, to), of at most so many bytes."""
     for source_N, into_N in pairs:
-        step = max(1, BLOCK_BYTES // source_N.element_size())
+        step = max(1, block_bytes // source_N.element_size())
         yield from zip(source_N.split(step), into_N.split(step), strict=True)
