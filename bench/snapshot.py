@@ -2,8 +2,9 @@
 stall, of copying, of writing, and of steps meanwhile.
 Run: python bench/snapshot.py --gpus 4 --rows 8b 0.6b --to /dev/shm/snapshots --record
 
-What stalls is `Saver.save`, and by how much the step that follows is slower than the median: in the background each
-rank's part is copied to pinned host memory beside that step's passes, and the update waits for the rest. A row is SHAPE
+What stalls is `Saver.save`, and the update that follows: in the background each rank's part is copied to pinned host
+memory beside that step's passes, and the update waits for what is left. `copies` are copies beside a step of which no
+file is written; the step after the save has the begin of the writing beside it, too. A row is SHAPE
 and any of layers=N and chunks=N, under zero 3, with a training step of 8,192 tokens per rank and chunk. Pinned memory
 is made when a run's trainer is, so how long that takes is told apart. Host memory is touched before anything is timed:
 a virtual machine may only get it then. The link is a plain copy to pinned memory on all GPUs at once, in the same run;
@@ -34,7 +35,7 @@ from gyre.trainer.native import NativeTrainer
 from gyre.trainer.saver import Saver
 from gyre.trainer.snapshot import SnapshotStore, find_faults
 from gyre.vram.hostbuffer import HostBuffer
-from ranks import Ranks, RanksFailed, Tell, print_line, timed
+from ranks import Ranks, RanksFailed, Tell, print_line, settle, timed
 from record import circumstances, parser, say
 from train_ranks import SHAPES, Row, make_batch, make_trainer
 
@@ -119,13 +120,15 @@ def measure(group: Group, tell: Tell, row: Row, folder: str, write_s: float) -> 
         found["link_gb_per_s"] = round(LINK_BYTES / copy_plainly(group) / 1e9, 1)
     usual_s = statistics.median(steps_s)
     copies_s = [copy_beside(group, saver, trainer, step) for _ in range(SAVES)]
-    save = functools.partial(saver.save, 1, parts=trainer.live_snapshot, state={}, blobs={})
-    save_s = timed(group, save)
+    settle(group)
+    began = time.monotonic()
+    saver.save(1, parts=trainer.live_snapshot, state={}, blobs={})
     saved_at = time.monotonic()
     next_s = timed(group, step)
+    save_s = max(group.share(saved_at - began))
     held_s = max(group.share(sum(fields["seconds"] for kind, fields in events if kind == "snapshot.held")))
     found |= {
-        "stall_s": save_s + max(0.0, next_s - usual_s),
+        "stall_s": save_s + held_s,
         "save_s": round(save_s, 4),
         "next_step_s": round(next_s, 4),
         "held_s": round(held_s, 4),
