@@ -128,7 +128,7 @@ def measure(group: Group, tell: Tell, row: Row, folder: str, write_s: float) -> 
     save_s = max(group.share(saved_at - began))
     held_s = max(group.share(sum(fields["seconds"] for kind, fields in events if kind == "snapshot.held")))
     found |= {
-        "stall_s": save_s + held_s,
+        "stall_s": save_s + max(0.0, next_s - usual_s),
         "save_s": round(save_s, 4),
         "next_step_s": round(next_s, 4),
         "held_s": round(held_s, 4),
