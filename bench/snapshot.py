@@ -163,10 +163,14 @@ def copy_beside(group: Group, saver: Saver, trainer: NativeTrainer, step: Any) -
         took_s.append(time.monotonic() - began)
 
     copying = threading.Thread(target=copy)
-    parts = list(trainer.live_snapshot(copying.join)["tensors"].values())
-    placed.append(saver._staging.place(parts))
-    copying.start()
-    step_s = timed(group, step)
+
+    def beside() -> None:
+        parts = list(trainer.live_snapshot(copying.join)["tensors"].values())
+        placed.append(saver._staging.place(parts))
+        copying.start()
+        step()
+
+    step_s = timed(group, beside)
     copying.join()
     return {"copy_s": round(max(group.share(took_s[0])), 4), "step_s": round(step_s, 4)}
 

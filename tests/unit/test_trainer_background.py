@@ -134,8 +134,8 @@ class Copying:
     def __init__(self, folder: Path, *, deadline_s: float = 60.0, **settings: Any) -> None:
         self.trainer = make_trainer("sft", **settings)
         self.saver, self.store, self.events = saver_on(None, folder, background=True, deadline_s=deadline_s)
-        self.go, self.begun = threading.Event(), threading.Event()
-        honest = self.saver._staging.fill
+        self.go, self.begun, self.held = threading.Event(), threading.Event(), threading.Event()
+        honest, hold = self.saver._staging.fill, self.saver._hold
 
         def slow(placed):
             self.begun.set()
@@ -143,12 +143,10 @@ class Copying:
             honest(placed)
 
         self.saver._staging.fill = slow
+        self.saver._hold = lambda *given: (self.held.set(), hold(*given))[1]
 
     def save(self, step: int) -> None:
         self.saver.save(step, parts=self.trainer.live_snapshot, state={}, blobs={})
-
-    def held(self) -> list[float]:
-        return [fields["seconds"] for kind, fields in self.events if kind == "snapshot.held"]
 
 
 def test_training_goes_on_while_the_state_is_copied_until_it_changes_it(tmp_path: Path) -> None:
@@ -158,20 +156,16 @@ def test_training_goes_on_while_the_state_is_copied_until_it_changes_it(tmp_path
     case.save(1)
     assert case.begun.wait(60), "in a thread of its own"
     case.trainer.evaluate_now(make_batch(4, step=2), "policy")  # reads only
-    passes: list[str] = []
-    module = case.trainer._models.actor.decoder
-    hook = module.layers[0].register_full_backward_hook(lambda *_: passes.append("backward"))
     step = threading.Thread(target=case.trainer.step_now, args=(make_batch(4, step=2),))
     step.start()
-    while not passes:
-        step.join(0.01)
-    step.join(0.3)
+    assert case.held.wait(60)
+    assert case.trainer._models.actor.optimizer.grad_N.any(), "both passes are done"
+    step.join(0.1)
     assert step.is_alive() and case.trainer.version == 1, "the update waits"
     case.go.set()
     step.join(60)
-    hook.remove()
     case.saver.finish()
-    assert case.trainer.version == 2 and len(case.held()) == 1 and case.held()[0] > 0.2
+    assert case.trainer.version == 2 and "snapshot.held" in [kind for kind, _ in case.events]
     found = case.store.load_latest()
     for part in before.values():
         read = torch.empty_like(part.values_N)
@@ -191,20 +185,23 @@ def test_nothing_that_changes_the_state_comes_before_the_copy(tmp_path: Path, ho
     }[how]
     changing = threading.Thread(target=change)
     changing.start()
-    changing.join(0.3)
+    assert case.held.wait(60)
+    changing.join(0.1)
     assert changing.is_alive()
     case.go.set()
     changing.join(60)
     case.saver.finish()
-    assert len(case.held()) == 1 and case.store.steps() == (1,)
+    assert not changing.is_alive() and case.store.steps() == (1,)
 
 
 def test_waiting_for_a_copy_has_a_deadline(tmp_path: Path) -> None:
     case = Copying(tmp_path, deadline_s=0.05)
     case.save(1)
+    told: list[None] = []
+    case.saver._progress = lambda: told.append(None)
     with pytest.raises(DeadlineError, match="snapshot of step 1 is not copied"):
         case.trainer.step_now(make_batch(4, step=1))
-    assert case.trainer.version == 0
+    assert case.trainer.version == 0 and told, "who watches for a hang sees that it waits"
     case.go.set()
 
 
@@ -233,7 +230,10 @@ def test_memory_is_made_before_the_first_save(tmp_path: Path, monkeypatch: pytes
     assert case.saver._staging.size_bytes == 1 << 16
     case.saver.finish()
 
+    asked: list[int] = []
+
     def refuse(self: Staging, size_bytes: int) -> None:
+        asked.append(size_bytes)
         raise MemoryBudgetError("no memory is left", hint="buy some")
 
     monkeypatch.setattr(Staging, "_make", refuse)
@@ -241,6 +241,41 @@ def test_memory_is_made_before_the_first_save(tmp_path: Path, monkeypatch: pytes
     other.saver.prepare(1 << 16)
     with pytest.raises(SnapshotError, match="no memory is left"):
         other.save(1)
+    assert asked == [1 << 16], "by prepare, not by the save"
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_pages_of_a_parked_component_are_free_once_they_are_copied(tmp_path: Path, background: bool) -> None:
+    """The ledger proves that a component has left the host: a file that is still written must not hold its pages."""
+    trainer, go = make_trainer("sft"), threading.Event()
+    saver, store, _ = saver_on(None, tmp_path, background=background)
+    honest = saver._write_files
+
+    def slow(job):
+        assert go.wait(60) or not background
+        return honest(job)
+
+    saver._write_files = slow
+    if not background:
+        go.set()
+    trainer.move(["actor.optimizer"], "host")
+    saver.save(1, parts=trainer.live_snapshot, state={}, blobs={})
+    trainer.move(["actor.optimizer"], "device")
+    assert trainer.measure()["actor.optimizer"].host_bytes == 0
+    go.set()
+    saver.finish()
+    assert store.steps() == (1,)
+
+
+def test_a_wait_that_fails_leaves_a_trainer_as_it_was(tmp_path: Path) -> None:
+    case = Copying(tmp_path, deadline_s=0.05)
+    state = case.trainer.snapshot()
+    case.save(1)
+    with pytest.raises(DeadlineError):
+        case.trainer.restore(state)
+    case.go.set()
+    case.trainer.step_now(make_batch(4, step=1))
+    assert case.trainer.version == 1
 
 
 def test_staging_memory_is_kept_and_grows() -> None:

@@ -31,6 +31,7 @@ from zero_cases import (
     resume,
     resume_first,
     saved,
+    shared,
     sums_by_parts,
     train,
     with_a_bad_number,
@@ -456,3 +457,10 @@ def test_ranks_with_different_devices_refuse_each_other(ranks):
     for told in ranks.run(refused_mixture, ["NVIDIA H200", "NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA H200"]):
         assert "ranks 0, 1, 3 (node-0, node-1): NVIDIA H200 with 1.0 GiB, compute capability 9.0" in told
         assert "rank 2 (node-1): NVIDIA A100-SXM4-80GB" in told
+
+
+def test_ranks_share_texts_of_any_length(pair):
+    sizes = [0, 1, 300, 330, 340, 345, 2000, 40_000]  # six bytes a letter: a frame ends between the fourth and fifth
+    for told in pair.run(shared, sizes):
+        for size, (first, second) in zip(sizes, told, strict=True):
+            assert first == {"text": "é", "rank": 0} and second == {"text": "é" * size, "rank": 1}

@@ -483,3 +483,8 @@ def warmed(group: Group) -> float:
     x_N = torch.full((3,), float(group.rank + 1), device=group.device)
     group.all_reduce(x_N)
     return float(x_N[0])
+
+
+def shared(group: Group, sizes: list[int]) -> list[Any]:
+    """What ranks share when one has so much to say and the others little."""
+    return [group.share({"text": "é" * (size if group.rank == 1 else 1), "rank": group.rank}) for size in sizes]

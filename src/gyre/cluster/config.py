@@ -35,8 +35,8 @@ class ClusterConfig(Section):
     """Longest wait for a worker's answer about weights, memory or requests."""
     hang_s: float = Field(default=45.0, gt=0.0)
     """A rank or an engine that has work and makes no progress for so long is taken for hung. Progress is a layer of a
-    model run forward, a cut of offloaded state updated or waited for
-    (trainer.offload_deadline_s), a part of a trace written, so long steps are fine; a single
+    model run forward, a cut of offloaded state updated or waited for (trainer.offload_deadline_s), a part of a trace
+    written, a look whether a snapshot is copied (snapshot.deadline_s), so long steps are fine; a single
     one of these, or an update of what is not offloaded, that takes this long is not."""
     progress_tokens: int = Field(default=64, ge=0)
     """Engines report rollouts every so many tokens, so that a lost engine's work is gone on with from there; 0 only

@@ -315,7 +315,8 @@ class GpuRunner:
             self._stage_padding(size)
             self._sample(self._decode_logits(size), size)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._memory, stream=stream):
+            # Other threads may pin memory and copy meanwhile (a snapshot's), which is nothing to this graph.
+            with torch.cuda.graph(graph, pool=self._memory, stream=stream, capture_error_mode="thread_local"):
                 logits_NV = self._decode_logits(size)
                 if plain:
                     self._sample(logits_NV, size)

@@ -1,5 +1,6 @@
 """Float8: matrix products of two 8-bit operands. In: rows in a wider dtype. Out: the rows in 8 bits with the one number
-that undoes their scaling; products in the wider dtype. Caller: kernels.linear; trainer.float8 for gathered weights.
+that undoes their scaling; products in the wider dtype. Callers: kernels.linear; trainer.float8 for gathered weights;
+trainer.adamw and optim for Amax.
 
 Each operand is scaled as a whole, so that its largest number becomes the format's largest: E4M3 for inputs and weights
 (3 bits of mantissa, up to 448), E5M2 for gradients (2 bits, up to 57,344). These are the numbers of torchao's recipe

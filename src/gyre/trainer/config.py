@@ -126,9 +126,10 @@ class SnapshotConfig(Section):
     every_steps: int = Field(default=20, ge=0)
     """Loop steps between snapshots; 0 writes one at the end of a stage only."""
     background: bool = False
-    """Train on while a snapshot is written: each rank stages its part in host memory first, which stays taken (12 bytes
-    per parameter, 6 with moments in 8 bits, over the number of ranks; the planner counts them)."""
+    """Train on while a snapshot is copied to host memory and written. The memory stays taken: 12 bytes per parameter, 6
+    with moments in 8 bits, over the number of ranks; the planner counts them."""
     deadline_s: float = Field(default=1800.0, gt=0.0)
-    """Longest that a save, or the end of a stage, waits for the one that is being written in the background."""
+    """Longest that a save, or the end of a stage, waits for the one that is being written in the background, and an
+    update or a move until it is copied."""
     keep: int = Field(default=2, ge=1)
     """Newest snapshots kept on disk."""

@@ -1,6 +1,6 @@
 """Float8: which projections of a decoder a trainer multiplies in 8 bits, and shards whose weights are gathered in 8
 bits, half the bytes of BF16. In: a Decoder, the config. Out: names of projections; parameters that FSDP2 gathers so.
-Callers: trainer.learner, fsdp, parallelise and native.
+Callers: trainer.learner, fsdp, parallelise, optim_sharded and announce.
 
 A shard stays float32, the master weight itself. Before the gather it is rounded to the compute dtype and from there to
 8 bits, by the largest number of the whole weight: so every layout multiplies the same 8-bit numbers. The largest

@@ -265,8 +265,8 @@ class NativeTrainer:
         self._refuse_another(numbers)
         wanted = [holding.kinds() for holding in self._holdings()]
         check_kinds({name: kind for kinds in wanted for name, kind in kinds.items()}, source.kinds())
-        self._filled = False  # until all of it is there
         self._tenancy.recall()
+        self._filled = False  # until all of it is there
         with self._group.guard("restore"):
             for learner in self._models.learners:  # one at a time: what is parked need not fit beside the others
                 with self._tenancy.all_on_device(f"{learner.name}."):

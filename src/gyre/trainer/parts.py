@@ -1,6 +1,6 @@
 """Parts: who saves which numbers of the trainer's tensors, and how they come back. In: a ShardLayout, this rank's
 tensors. Out: Parts of whole tensors, each number on one rank only; or the tensors, filled from any source of parts.
-Callers: trainer.learner, trainer.reference, trainer.native, trainer.saver.
+Callers: trainer.learner, trainer.reference, trainer.native, trainer.saver, trainer.staging.
 
 Copies share the work: of a run that n ranks hold, each saves the n-th part.
 """

@@ -20,7 +20,8 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,9 @@ LAST_WORDS_S = 10.0  # how long the first rank waits for the others to stop befo
 COPY_FAILED = "snapshot of step {step} could not be copied to the host"
 NO_MEMORY = "if the host lacks memory, set snapshot.background = false: then nothing is staged"
 
-LiveParts = Callable[[Callable[[], None]], Mapping[str, Any]]
-"""Gives {"tensors": this rank's Parts by key, "state"}. The parts are live. It gets a function that whoever is about to
-change them calls first, and which returns when they are no longer read."""
+LiveParts = Callable[[Callable[[], None] | None], Mapping[str, Any]]
+"""Gives {"tensors": this rank's Parts by key, "state"}. The parts are live. Where they are read beside training it gets
+a function that whoever is about to change them calls first, and which returns when they are no longer read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +62,7 @@ class _Job:
     state: Mapping[str, Any]
     blobs: Mapping[str, bytes]
     placed: Placed | None = None  # where `parts` must be copied to before they are written
-    copied: threading.Event = field(default_factory=threading.Event)  # or nobody copies
+    copied: threading.Event  # set, too, while nobody copies
 
     def key(self, what: str) -> str:
         return f"{self.aside.name}/{what}"
@@ -82,11 +83,12 @@ class Saver:
         background: bool,
         deadline_s: float,
         emit: Callable[..., None],
+        progress: Callable[[], None] = lambda: None,
     ) -> None:
         """In the background `save` returns when the state has a place to be copied to, and `finish` when the last one
-        is on disk."""
+        is on disk. `progress` is called while a step waits for a copy, which may take long."""
         self._store, self._group, self._background = store, group, background
-        self._deadline_s, self._emit = deadline_s, emit
+        self._deadline_s, self._emit, self._progress = deadline_s, emit, progress
         self._staging = Staging(group.device)
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -111,9 +113,14 @@ class Saver:
                 self._write(job)
                 return
             self._writing = step
-            job.copied.clear()
             self._thread = threading.Thread(target=self._write_apart, args=(job,), name=f"snapshot-{step}", daemon=True)
-            self._thread.start()
+            job.copied.clear()
+            try:
+                self._thread.start()
+            except RuntimeError:  # the system has no thread left
+                job.copied.set()
+                self._thread = None
+                raise
 
     def prepare(self, size_bytes: int) -> None:
         """Begin to make the memory that a background save of so many bytes needs."""
@@ -168,15 +175,16 @@ class Saver:
     ) -> _Job:
         """Everything that is to be written. In the background nothing overwrites it before it is copied."""
         began, failure, job = time.monotonic(), None, None
+        copied = threading.Event()
+        copied.set()
         try:
-            own = parts(lambda: self._hold(job))
+            own = parts(partial(self._hold, step, copied) if self._background else None)
             mine, placed = list(own["tensors"].values()), None
             if self._background:
                 placed = self._staging.place(mine)
                 mine = placed.staged
             whole = {"loop": state, "trainer": own["state"]}
-            job = _Job(step=step, aside=aside, parts=mine, state=whole, blobs=blobs, placed=placed)
-            job.copied.set()
+            job = _Job(step=step, aside=aside, parts=mine, state=whole, blobs=blobs, placed=placed, copied=copied)
         except (OSError, RuntimeError, GyreError) as error:  # RuntimeError: torch has no common type for lack of memory
             failure = self._told(COPY_FAILED.format(step=step), error)
         numbers = [time.monotonic() - began, self._staging.size_bytes]
@@ -192,19 +200,19 @@ class Saver:
         assert job is not None
         return job
 
-    def _hold(self, job: _Job | None) -> None:
-        """Called by whoever is about to change what is saved: returns once it is copied."""
-        if job is None or job.copied.is_set():
+    def _hold(self, step: int, copied: threading.Event) -> None:
+        """Called by whoever is about to change what is saved: returns once it is copied, whatever other ranks do."""
+        if copied.is_set():
             return
         began = time.monotonic()
-        while not job.copied.wait(POLL_S):
-            self._group.check(f"snapshot of step {job.step}")
+        while not copied.wait(POLL_S):
+            self._progress()
             if time.monotonic() - began > self._deadline_s:
                 raise DeadlineError(
-                    f"the snapshot of step {job.step} is not copied to the host after {self._deadline_s:g} s",
+                    f"the snapshot of step {step} is not copied to the host after {self._deadline_s:g} s",
                     hint="the host is short of memory or busy: snapshot less often, or set snapshot.background = false",
                 )
-        self._emit("snapshot.held", step=job.step, rank=self._group.rank, seconds=time.monotonic() - began)
+        self._emit("snapshot.held", step=step, rank=self._group.rank, seconds=time.monotonic() - began)
 
     def _agree(self, failure: BaseException | None, value: Any = None) -> list[Any]:
         """Every rank's value; or the first rank's failure, raised on all."""
@@ -258,8 +266,10 @@ class Saver:
             if job.placed is not None:
                 self._staging.fill(job.placed)
         except (OSError, RuntimeError) as error:  # as in `_place`
-            raise self._told(COPY_FAILED.format(step=job.step), error) from error
+            raise self._told(COPY_FAILED.format(step=job.step), error) from error.with_traceback(None)  # holds tensors
         finally:
+            if job.placed is not None:
+                job.placed.drop()
             job.copied.set()
         if job.placed is not None and self._group.rank == 0:
             self._emit("snapshot.copied", step=job.step, seconds=time.monotonic() - began)

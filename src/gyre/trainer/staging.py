@@ -1,9 +1,10 @@
 """Staging: host memory into which a rank's parts are copied while training goes on. In: parts of live state, on a
-device, on the host or in a mapped file. Out: the same parts in kept memory, pinned beside a GPU. Caller: trainer.saver.
+device, on the host or in a mapped file. Out: the same parts in kept memory, pinned beside a GPU. Callers:
+trainer.saver; trainer.native for a size.
 
 `place` lays the parts out and copies nothing; `fill` copies, in any thread, beside whatever reads the state. Bytes
-leave a GPU a batch at a time: a copy of one number to the host waits behind all that were queued before it (308 ms
-behind 16 GB, measured), and a step has some of those.
+leave a GPU a batch at a time: a copy of one number to the host waits behind all that were queued before it, and a step
+has some of those.
 """
 
 # N numbers of a part
@@ -25,7 +26,7 @@ from gyre.vram.hostbuffer import HostBuffer
 LINE_BYTES = 64  # every staged part begins on one
 BATCH_BYTES, QUEUED = 128 << 20, 2  # of one launch of copies; launches that a device has before it at a time
 BLOCK_BYTES = 32 << 20  # of a copy on the host
-HOST_THREADS = 4  # that copy what lies on the host: one alone moves 4 GB/s
+HOST_THREADS = 4  # that copy what lies on the host: one alone is slower than the memory
 
 
 Copies = tuple[list[Tensor], list[Tensor]]  # from, to
@@ -35,18 +36,22 @@ Copies = tuple[list[Tensor], list[Tensor]]  # from, to
 class Leaving:
     """What comes from one device."""
 
-    device: torch.device
+    stream: torch.cuda.Stream
     after: torch.cuda.Event  # when the numbers are there
     batches: Sequence[Copies]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Placed:
     """Parts, and where their copies will be."""
 
     staged: Sequence[Part]  # in the staging memory
     leaving: Sequence[Leaving]
     on_host: Sequence[tuple[Tensor, Tensor]]  # from, to
+
+    def drop(self) -> None:
+        """Hold nothing of the live state any more: pages that a component has left must be free at once."""
+        self.leaving, self.on_host = (), ()
 
 
 class Staging:
@@ -55,6 +60,7 @@ class Staging:
     def __init__(self, device: torch.device) -> None:
         """`device`: that the memory is pinned for; none is for a CPU."""
         self._device = device
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}  # of copies, one for each device
         self._buffer: HostBuffer | None = None
         self._coming: Future[HostBuffer] | None = None
 
@@ -87,7 +93,7 @@ class Staging:
         devices = {source_N.device for source_N, _ in pairs if source_N.is_cuda}
         return Placed(
             staged=staged,
-            leaving=[_leaving(device, [pair for pair in pairs if pair[0].device == device]) for device in devices],
+            leaving=[self._leaving(device, [pair for pair in pairs if pair[0].device == device]) for device in devices],
             on_host=list(_blocks([pair for pair in pairs if not pair[0].is_cuda], BLOCK_BYTES)),
         )
 
@@ -98,6 +104,14 @@ class Staging:
         with ThreadPoolExecutor(HOST_THREADS, thread_name_prefix="snapshot-copy") as pool:
             for copied in [pool.submit(into_N.copy_, source_N) for source_N, into_N in placed.on_host]:
                 copied.result()
+
+    def _leaving(self, device: torch.device, pairs: Sequence[tuple[Tensor, Tensor]]) -> Leaving:
+        """Behind what the calling thread has launched there."""
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        after = torch.cuda.Event()
+        after.record(torch.cuda.current_stream(device))
+        return Leaving(stream=self._streams[device], after=after, batches=_batches(pairs))
 
     @property
     def size_bytes(self) -> int:
@@ -114,10 +128,8 @@ def padded(size_bytes: int) -> int:
     return -(-size_bytes // LINE_BYTES) * LINE_BYTES
 
 
-def _leaving(device: torch.device, pairs: Sequence[tuple[Tensor, Tensor]]) -> Leaving:
-    """Behind what the calling thread has launched there."""
-    after = torch.cuda.Event()
-    after.record(torch.cuda.current_stream(device))
+def _batches(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Copies]:
+    """Copies, launch by launch."""
     batches: list[Copies] = []
     size_bytes = BATCH_BYTES
     for source_N, into_N in _blocks(pairs, BATCH_BYTES):
@@ -127,12 +139,12 @@ def _leaving(device: torch.device, pairs: Sequence[tuple[Tensor, Tensor]]) -> Le
         batches[-1][0].append(source_N)
         batches[-1][1].append(into_N)
         size_bytes += source_N.nbytes
-    return Leaving(device=device, after=after, batches=batches)
+    return batches
 
 
 def _copy_down(leaving: Leaving) -> None:
-    """On a stream of its own. A launch is one call: the thread that trains is in Python's way at each."""
-    stream, queued = torch.cuda.Stream(leaving.device), deque[torch.cuda.Event]()
+    """A launch is one call: the thread that trains is in Python's way at each."""
+    stream, queued = leaving.stream, deque[torch.cuda.Event]()
     stream.wait_event(leaving.after)
     for sources, targets in leaving.batches:
         while len(queued) >= QUEUED:

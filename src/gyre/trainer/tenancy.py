@@ -73,7 +73,7 @@ class Tenancy(PoolTenant):
         """Before anything that was lent changes."""
         if self._lent:
             self._no_longer_read()
-            self._lent = frozenset()
+            self._lent, self._no_longer_read = frozenset(), lambda: None
 
     def move(self, names: Sequence[str], tier: Tier) -> None:
         if self._lent.intersection(names):

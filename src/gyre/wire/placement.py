@@ -109,6 +109,7 @@ class Inline:
         engine = await device.make_engine(self._policy) if plan.kv_pages > 0 else None
         device.manage()
         self._snapshots = make_snapshots(self._config, self._folder, stage.name, trainer, self._machine, self._emit)
+        self._snapshots.prepare()
         return Placed(
             trainer=trainer,
             gate=device,
@@ -127,6 +128,7 @@ class Inline:
         await device.close()
         if self._snapshots is not None:
             await self._snapshots.finish()
+            self._snapshots = None  # with its memory
 
     async def export(self, folder: Path, tokenizer_files: Path) -> None:
         assert self._policy is not None
@@ -149,6 +151,7 @@ def make_snapshots(
     emit: Emit,
     *,
     group: Group | None = None,
+    progress: Callable[[], None] = lambda: None,
 ) -> Snapshots:
     """What writes a stage's snapshots. Every rank has one."""
     saver = Saver(
@@ -157,10 +160,9 @@ def make_snapshots(
         background=config.snapshot.background,
         deadline_s=config.snapshot.deadline_s,
         emit=emit,
+        progress=progress,
     )
-    if config.snapshot.every_steps:  # else there is one at the end, which may wait
-        saver.prepare(trainer.snapshot_bytes())
-    return Snapshots(saver, trainer, machine.compute)
+    return Snapshots(saver, trainer, machine.compute, prepares=config.snapshot.every_steps > 0)
 
 
 def export_policy(
@@ -200,8 +202,14 @@ def export_shards(
 class Snapshots:
     """SnapshotPort: the trainer's parts and the loop's state in one folder."""
 
-    def __init__(self, saver: Saver, trainer: NativeTrainer, compute: ThreadPoolExecutor) -> None:
-        self._saver, self._trainer, self._compute = saver, trainer, compute
+    def __init__(self, saver: Saver, trainer: NativeTrainer, compute: ThreadPoolExecutor, *, prepares: bool) -> None:
+        """Without `prepares` the only save is the one at the end, which may wait for its memory."""
+        self._saver, self._trainer, self._compute, self._prepares = saver, trainer, compute, prepares
+
+    def prepare(self) -> None:
+        """Begin to make the memory that saves need; after the engine's graphs are captured."""
+        if self._prepares:
+            self._saver.prepare(self._trainer.snapshot_bytes())
 
     async def save(self, *, step: int, state: Mapping[str, Any], blobs: Mapping[str, bytes]) -> None:
         await asyncio.get_running_loop().run_in_executor(self._compute, self._save, step, state, blobs)

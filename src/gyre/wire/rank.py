@@ -111,7 +111,8 @@ class RankWorker:
             if snapshot:
                 await self._on_compute(lambda: trainer.restore(_load(snapshot)))
             where = (self._config, self._order.folder, stage_name)
-            self._snapshots = make_snapshots(*where, trainer, self._machine, self._context.emit, group=self._group)
+            given = {"group": self._group, "progress": self._context.tick}
+            self._snapshots = make_snapshots(*where, trainer, self._machine, self._context.emit, **given)
             self.trainer = TrainerSeat(trainer, rank=self._order.rank, compute=self._machine.compute)
             version = trainer.version
         if plan.kv_pages > 0:
@@ -119,6 +120,8 @@ class RankWorker:
             engine = await device.make_engine(self._policy, own_weights=own_weights)
             self.engine = EngineSeat(engine, trainer=self.trainer, ticks=lambda: self._context.ticks)
         await self._on_compute(device.manage)
+        if self._snapshots is not None:
+            await self._on_compute(self._snapshots.prepare)
         return version
 
     async def end(self, last: bool) -> None:

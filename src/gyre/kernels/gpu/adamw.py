@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gyre.kernels.gpu.float8 import raise_to, sizes
 
-BLOCK = 1024  # numbers of a program: with more of them it is slower (at four blocks by 5 %)
+BLOCK = 1024  # numbers of a program: with more it is slower
 COLUMNS = 7  # of the table: four addresses, numbers, whether they decay, the first program
 WIDE_BYTES, WIDE_NUMBERS = 16, 4  # of a load, where all addresses and counts are multiples of them
 

@@ -2,7 +2,8 @@
 rows scaled, rounded and, where asked, transposed. Caller: kernels.float8, whose torch operations are the oracle.
 
 Each kernel reads its input once; rows and columns come from the same reading. The largest number is found by atomics,
-which is exact in any order; kernels of `training` that write an operand find it by the same two functions as they go.
+which is exact in any order; kernels of `training` and `adamw` that write an operand find it by the same two
+functions as they go.
 """
 
 # N rows, K features of a row, M rows padded with zeros to a multiple of 16
