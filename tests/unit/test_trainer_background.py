@@ -244,6 +244,17 @@ def test_memory_is_made_before_the_first_save(tmp_path: Path, monkeypatch: pytes
     assert asked == [1 << 16], "by prepare, not by the save"
 
 
+def test_memory_that_does_not_come_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    go, staging = threading.Event(), Staging(torch.device("cpu"), deadline_s=0.05)
+    monkeypatch.setattr(Staging, "_make", lambda self, size_bytes: go.wait(60))
+    staging.prepare(64)
+    try:
+        with pytest.raises(DeadlineError, match="staged in is not there"):
+            staging.place([])
+    finally:
+        go.set()
+
+
 @pytest.mark.parametrize("background", [True, False])
 def test_pages_of_a_parked_component_are_free_once_they_are_copied(tmp_path: Path, background: bool) -> None:
     """The ledger proves that a component has left the host: a file that is still written must not hold its pages."""
@@ -279,7 +290,7 @@ def test_a_wait_that_fails_leaves_a_trainer_as_it_was(tmp_path: Path) -> None:
 
 
 def test_staging_memory_is_kept_and_grows() -> None:
-    staging = Staging(torch.device("cpu"))
+    staging = Staging(torch.device("cpu"), deadline_s=60.0)
     tensors = {"a": torch.arange(10.0), "b": torch.ones(3, dtype=torch.bfloat16), "c": torch.ones(())}
 
     def copy(tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:

@@ -89,7 +89,7 @@ class Saver:
         is on disk. `progress` is called while a step waits for a copy, which may take long."""
         self._store, self._group, self._background = store, group, background
         self._deadline_s, self._emit, self._progress = deadline_s, emit, progress
-        self._staging = Staging(group.device)
+        self._staging = Staging(group.device, deadline_s=deadline_s)
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._writing = -1  # step in flight

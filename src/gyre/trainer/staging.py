@@ -14,12 +14,13 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from gyre.core.errors import DeadlineError
 from gyre.trainer.parts import Part
 from gyre.vram.hostbuffer import HostBuffer
 
@@ -57,9 +58,10 @@ class Placed:
 class Staging:
     """One buffer, kept for the next save and made anew when it must grow."""
 
-    def __init__(self, device: torch.device) -> None:
-        """`device`: that the memory is pinned for; none is for a CPU."""
-        self._device = device
+    def __init__(self, device: torch.device, *, deadline_s: float) -> None:
+        """`device`: that the memory is pinned for; none is for a CPU. `deadline_s`: longest that `place` waits for
+        memory that is being made."""
+        self._device, self._deadline_s = device, deadline_s
         self._streams: dict[torch.device, torch.cuda.Stream] = {}  # of copies, one for each device
         self._buffer: HostBuffer | None = None
         self._coming: Future[HostBuffer] | None = None
@@ -73,14 +75,13 @@ class Staging:
             apart.shutdown(wait=False)
 
     def place(self, parts: Sequence[Part]) -> Placed:
-        """Where the parts will be copied to, until the next call. MemoryBudgetError if the host has not enough."""
+        """Where the parts will be copied to, until the next call. MemoryBudgetError if the host has not enough,
+        DeadlineError if it takes too long to get it."""
         starts, size_bytes = [], 0
         for part in parts:
             starts.append(size_bytes)
             size_bytes += padded(part.size_bytes)
-        coming, self._coming = self._coming, None
-        if coming is not None:
-            self._buffer = coming.result()
+        self._take_prepared()
         if size_bytes and (self._buffer is None or self._buffer.size_bytes < size_bytes):
             self._buffer = None
             self._buffer = self._make(size_bytes)
@@ -96,6 +97,17 @@ class Staging:
             leaving=[self._leaving(device, [pair for pair in pairs if pair[0].device == device]) for device in devices],
             on_host=list(_blocks([pair for pair in pairs if not pair[0].is_cuda], BLOCK_BYTES)),
         )
+
+    def _take_prepared(self) -> None:
+        coming, self._coming = self._coming, None
+        if coming is None:
+            return
+        if not wait([coming], self._deadline_s).done:
+            raise DeadlineError(
+                f"the memory that snapshots are staged in is not there after {self._deadline_s:g} s",
+                hint="the host is short of memory: set snapshot.background = false, then nothing is staged",
+            )
+        self._buffer = coming.result()
 
     def fill(self, placed: Placed) -> None:
         """Copy, and return when all of it is there. The parts must not change meanwhile."""
