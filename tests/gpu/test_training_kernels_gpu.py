@@ -23,6 +23,7 @@ from gyre.kernels.choose import kernels_for
 from gyre.kernels.float8 import Amax, largest
 from gyre.kernels.logprobs import token_logprobs
 from gyre.kernels.rope import rope_frequencies, rope_tables
+from gyre.kernels.sums import add_up
 from gyre.models.config import ShapeConfig
 from gyre.models.decoder import Decoder
 from gyre.models.init import init_weights
@@ -410,3 +411,13 @@ def test_adamw_is_torchs(betas: tuple[float, float]) -> None:
         torch.testing.assert_close(
             optimizer.moments["exp_avg_sq"][start:stop].view(shape), state["exp_avg_sq"], rtol=2e-6, atol=1e-9
         )
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("rows", "count"), [(2, 1 << 20), (8, 100_003), (3, 7), (17, 4096)])
+def test_rows_are_added_up_in_float32_in_their_order(dtype, rows, count):
+    parts_RN = torch.randn(rows, count, device=GPU).to(dtype)
+    out_N, expected_N = torch.full((count + 1,), 7.0, device=GPU), torch.empty(count)
+    add_up(parts_RN, out_N[:count])
+    add_up(parts_RN.cpu(), expected_N)
+    assert torch.equal(out_N[:count].cpu(), expected_N) and out_N[count] == 7.0

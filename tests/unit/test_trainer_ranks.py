@@ -182,6 +182,21 @@ def test_layers_are_gathered_in_8_bits(pair):
     assert 0.5 < narrow_bytes / wide_bytes < 0.52
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_gradients_travel_as_computed_and_are_summed_in_float32(pair, dtype):
+    """To the bit what a reduce-scatter in float32 gives, which "update" takes: of one chunk, and two ranks' numbers have
+    one sum. Half the bytes."""
+    settings = {"dtype": dtype, "tokens_per_chunk": 1000}
+    wide, narrow = (pair.run(gradients, "sft", layout=layout, **settings)[0] for layout in ("zero3_once", "zero3"))
+    assert narrow[1] == wide[1] and narrow[0].keys() == wide[0].keys()
+    for name, tensor in wide[0].items():
+        assert tensor.any(), name
+        np.testing.assert_array_equal(narrow[0][name], tensor, err_msg=name)
+    told = [pair.run(measures, "sft", layout=layout, **settings)[0]["measured"] for layout in ("zero3_once", "zero3")]
+    whole, half = (counted["sent_bytes/reduce_scatter"] for counted in told)
+    assert half == whole / 2 > 0
+
+
 @pytest.mark.parametrize("layout", ["zero1", "zero3"])
 def test_training_with_8_bit_products_goes_on_from_another_layout_s_snapshot(pair, layout):
     """The scales of gathered weights follow the weights that were read."""

@@ -1,6 +1,6 @@
 """Choose: whose kernels do the work between matrix products. In: a tensor, the widths of its rows. Out: the C kernels
 on a CPU, the Triton kernels on a CUDA device, or None: then the caller's own torch operations, the oracle of both.
-Callers: kernels.norm, heads, silu, logprobs; trainer.adamw; trainer.announce, which says why when it is None.
+Callers: kernels.norm, heads, silu, logprobs, sums; trainer.adamw; trainer.announce, which says why when it is None.
 """
 
 from __future__ import annotations
@@ -43,9 +43,13 @@ def load_triton() -> TrainingKernels | Unavailable:
     return TrainingKernels()
 
 
+def has_triton() -> bool:
+    return not isinstance(load_triton(), Unavailable)
+
+
 def load_adamw() -> Callable[..., Tensor | None] | None:
     """AdamW on a CUDA device, where Triton is."""
-    if isinstance(load_triton(), Unavailable):
+    if not has_triton():
         return None
     from gyre.kernels.gpu.adamw import adamw  # imports Triton
 

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gyre.kernels.choose import load_triton
-from gyre.kernels.cpu.build import Unavailable
+from gyre.kernels.choose import has_triton
 
 if TYPE_CHECKING:
     from gyre.kernels.gpu.float8 import Float8Kernels
@@ -165,7 +164,7 @@ def _kernels(x_NK: Tensor) -> type[Float8Kernels] | None:
 
 @functools.cache
 def _load_kernels() -> type[Float8Kernels] | None:
-    if isinstance(load_triton(), Unavailable):  # the trainer says so: trainer.torch_kernels
+    if not has_triton():  # the trainer says so: trainer.torch_kernels
         return None
     from gyre.kernels.gpu.float8 import Float8Kernels  # imports Triton
 

@@ -10,6 +10,7 @@ was joined with; what a rank that fails does to the others is `parallel.faults`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
@@ -118,7 +119,15 @@ class Group:
             self.all_reduce(x_SN)
             self.all_gather(x_SN, own_N)
             self.reduce_scatter(x_SN)
+            self._exchange(x_SN)
         self.barrier()
+
+    def _exchange(self, x_SN: Tensor) -> None:
+        """A slice to each rank, as gradients of layers travel that are narrower than their sum (trainer.fsdp)."""
+        if self.size > 1:
+            out_SN = torch.empty_like(x_SN)
+            start = functools.partial(dist.all_to_all_single, out_SN, x_SN, group=self._group, async_op=True)
+            self._run("reduce_scatter", x_SN, start)
 
     def share(self, value: Any) -> list[Any]:
         """Every rank's JSON-able value, by rank. For small things."""

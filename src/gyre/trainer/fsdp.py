@@ -9,6 +9,7 @@ gradient is summed while those of the layers are found.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from gyre.core.records import Projection
+from gyre.kernels.sums import add_up
 from gyre.models.decoder import NOTHING, Decoder
 from gyre.parallel.mesh import Split
 from gyre.parallel.traffic import Kind, Traffic
@@ -30,12 +32,14 @@ from gyre.trainer.parallelise import is_shard
 def shard_decoder(decoder: Decoder, split: Split, *, trains: bool, float8: frozenset[Projection] = NOTHING) -> None:
     """Cut the weights over the ranks of `split.mesh.shard`. Trained shards are float32, the master weights themselves:
     layers are gathered in the dtype that the decoder had, or in 8 bits the projections of `float8`; gradients are
-    summed in float32. Copies on other replicas are kept equal by the optimiser, once per update."""
+    summed in float32, and travel in that dtype if each is one chunk's. Copies on other replicas are kept equal by the
+    optimiser, once per update."""
     assert split.mesh.torch_mesh is not None and split.shards_weights
     dtype, mesh = decoder.dtype, split.mesh.torch_mesh["shard"]
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if trains and dtype != torch.float32:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    as_computed = dtype if trains and split.sum_gradients == "chunk" else torch.float32
     traffic = split.mesh.shard.traffic
     exposed = make_exposed(traffic, split.mesh.shard.device)
 
@@ -47,7 +51,7 @@ def shard_decoder(decoder: Decoder, split: Split, *, trains: bool, float8: froze
         module.set_gradient_divide_factor(1.0)  # losses are divided by the denominator of all ranks already
         module.set_force_sum_reduction_for_comms(True)
         module.set_custom_all_gather(CountedGather(traffic, watch))
-        module.set_custom_reduce_scatter(CountedScatter(traffic, watch, last=module is decoder))
+        module.set_custom_reduce_scatter(CountedScatter(traffic, watch, sends=as_computed, last=module is decoder))
 
     for layer in decoder.layers:
         _to_master(layer, trains)
@@ -106,11 +110,24 @@ class CountedGather(_Counted):
 
 
 class CountedScatter(_Counted):
-    """FSDP2's reduce-scatter of a group's gradients; of the `last` group the computation does nothing but wait."""
+    """FSDP2's reduce-scatter of a group's gradients, summed in float32. Where they were computed in a narrower dtype,
+    `sends`, they travel in it, a slice to each rank, and the rank that they come to adds them up in float32, in the
+    order of the ranks: what float32 slices would give, for half the bytes. Of the `last` group the computation does
+    nothing but wait."""
 
-    def __init__(self, traffic: Traffic, watch: Watch | None, *, last: bool) -> None:
+    def __init__(self, traffic: Traffic, watch: Watch | None, *, sends: torch.dtype, last: bool) -> None:
         super().__init__(traffic, watch)
-        self._last = last
+        self._sends, self._last = sends, last
+        self._asked = 0  # numbers that there is room for to send, until there is room for their sum
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """FSDP2 asks twice: for room for what this rank computed, then, for each of as many ranks, for the sum."""
+        numbers = math.prod(size)
+        if numbers >= self._asked:
+            self._asked = numbers
+            return super().allocate(size, dtype=self._sends if dtype == torch.float32 else dtype, device=device)
+        self._asked = 0
+        return super().allocate(size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -121,7 +138,12 @@ class CountedScatter(_Counted):
         async_op: bool = False,
     ) -> dist.Work | None:
         def start() -> dist.Work | None:
-            return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+            if input_tensor.dtype == output_tensor.dtype:
+                return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+            assert op == dist.ReduceOp.SUM and not async_op
+            parts_RN = torch.empty_like(input_tensor).view(group.size(), -1)
+            dist.all_to_all_single(parts_RN.view(-1), input_tensor, group=group)
+            return add_up(parts_RN, output_tensor)
 
         if self._watch is None:
             return self._run("reduce_scatter", input_tensor, group, start)
