@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gyre.core.records import Checkpointing
-from gyre.kernels import flash, heads, logprobs, norm, reference, silu
+from gyre.kernels import attention, choose, flash, heads, logprobs, norm, reference, silu
 from gyre.kernels.attention import PackedLayout, varlen_attention
 from gyre.kernels.choose import kernels_for
 from gyre.kernels.float8 import Amax, largest
@@ -421,3 +421,30 @@ def test_rows_are_added_up_in_float32_in_their_order(dtype, rows, count):
     add_up(parts_RN, out_N[:count])
     add_up(parts_RN.cpu(), expected_N)
     assert torch.equal(out_N[:count].cpu(), expected_N) and out_N[count] == 7.0
+
+
+@pytest.mark.parametrize("mode", get_args(Checkpointing))
+def test_a_device_too_old_for_the_kernels_trains_in_float16_without_them(mode, monkeypatch):
+    """As a T4 does, but for its speed: what is called is torch's own, which has no such bound."""
+    lengths, decoder = [130, 1, 257, 64], small_decoder("qwen3", GPU, torch.float16)
+    wide = small_decoder("qwen3", torch.device("cpu"), torch.float64)
+    with torch.no_grad():
+        for mine, theirs in zip(wide.parameters(), decoder.parameters(), strict=True):
+            mine.copy_(theirs)
+    expected = model_gradients(wide, lengths)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a kernel that such a device does not run")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
+    monkeypatch.setattr(choose, "load_triton", refuse)
+    monkeypatch.setattr(attention, "flash_attention", refuse)
+    choose.why_too_old.cache_clear()
+    try:
+        found = model_gradients(decoder, lengths, mode)
+        assert "7.5" in (choose.why_torch(GPU, torch.float16) or "") and choose.load_adamw(GPU) is None
+        assert "7.5" in flash.choice(GPU, torch.float16, 4, 64)["reason"]
+    finally:
+        choose.why_too_old.cache_clear()
+    for got, want in zip(found, expected, strict=True):
+        assert gap(got, want) < 3e-2

@@ -14,6 +14,7 @@ from gyre.engine.config import EngineConfig
 from gyre.engine.cpu_runner import CpuRunner
 from gyre.engine.cpu_step import why_not_c
 from gyre.engine.runner import Runner, StepRunner
+from gyre.kernels.choose import why_too_old
 from gyre.models.decoder import Decoder
 from gyre.models.spec import ModelSpec
 
@@ -32,9 +33,10 @@ def choose_runner(
     """Return the fused runner on a CUDA device, which captures its graphs on `capture`, the one of the C kernels on a
     CPU, and where these cannot serve, the one in plain torch; say which."""
     on_gpu = decoder.device.type == "cuda"
-    reason = (
-        why_not_fused(decoder.spec, decoder.dtype, pool.page_tokens) if on_gpu else why_not_kernels(decoder, config)
-    )
+    if on_gpu:
+        reason = why_too_old(decoder.device) or why_not_fused(decoder.spec, decoder.dtype, pool.page_tokens)
+    else:
+        reason = why_not_kernels(decoder, config)
     if config.batch_invariant and reason is not None:
         raise InputError(
             f"engine.batch_invariant needs the engine's own kernels, which cannot run here: {reason}",

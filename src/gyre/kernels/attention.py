@@ -3,7 +3,8 @@ Out: attended values. Callers: trainer (training and evaluation passes), models.
 
 CPU: C kernels attend where the tokens lie. Without them the scores of a padded bucket are plain batched products and
 one softmax, by blocks of queries so that they stay small; in bfloat16 that is several times faster than torch's fused
-CPU kernel, forward and backward. CUDA: the kernels of flash.py. Padding follows its sequence, so causality
+CPU kernel, forward and backward. CUDA: the kernels of flash.py,
+or those products where a device is too old for them. Padding follows its sequence, so causality
 keeps real tokens from seeing it.
 """
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gyre.kernels.choose import WHOLE_HEAD
+from gyre.kernels.choose import CUDA_DTYPES, WHOLE_HEAD, why_too_old
 from gyre.kernels.cpu.chunks import chunks_for
 from gyre.kernels.flash import flash_attention
 from gyre.kernels.layout import KEEP_TOKENS, QUERY_BLOCK, PackedLayout
@@ -36,7 +37,7 @@ def varlen_attention(
     assert len(q_THD) == layout.num_tokens, (len(q_THD), layout.num_tokens)
     if layout.num_tokens == 0:
         return q_THD
-    if q_THD.is_cuda and q_THD.dtype in (torch.bfloat16, torch.float16):
+    if q_THD.is_cuda and q_THD.dtype in CUDA_DTYPES and why_too_old(q_THD.device) is None:
         return flash_attention(q_THD, k_TKD, v_TKD, layout, window)
     sees_all = window is None or window >= max(layout.lengths)
     if sees_all and chunks_for(q_THD, q_THD.shape[2], unit=WHOLE_HEAD) and q_THD.dtype == k_TKD.dtype == v_TKD.dtype:

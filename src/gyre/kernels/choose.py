@@ -1,6 +1,7 @@
 """Choose: whose kernels do the work between matrix products. In: a tensor, the widths of its rows. Out: the C kernels
-on a CPU, the Triton kernels on a CUDA device, or None: then the caller's own torch operations, the oracle of both.
-Callers: kernels.norm, heads, silu, logprobs, sums; trainer.adamw; trainer.announce, which says why when it is None.
+on a CPU, the Triton kernels on a CUDA device that they run on, or None: then the caller's own torch operations, the
+oracle of both. Callers: kernels.norm, heads, silu, logprobs, sums; trainer.adamw; trainer.announce, which says why when
+it is None.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 WHOLE_HEAD = 32  # of these features each half of a head is whole vectors
 CUDA_DTYPES = (torch.bfloat16, torch.float16)
+LEAST_CAPABILITY = (8, 0)  # compute capability that Triton compiles for, and torch's flash attention is made for
 
 
 def kernels_for(tensor: Tensor, *widths: int, head_dim: int = WHOLE_HEAD) -> ChunkKernels | TrainingKernels | None:
@@ -29,6 +31,8 @@ def kernels_for(tensor: Tensor, *widths: int, head_dim: int = WHOLE_HEAD) -> Chu
     if tensor.device.type == "cpu":
         return chunks_for(tensor, *widths)
     if tensor.device.type != "cuda" or tensor.dtype not in CUDA_DTYPES or head_dim & (head_dim - 1):
+        return None
+    if why_too_old(tensor.device) is not None:
         return None
     found = load_triton()
     return None if isinstance(found, Unavailable) else found
@@ -43,13 +47,24 @@ def load_triton() -> TrainingKernels | Unavailable:
     return TrainingKernels()
 
 
-def has_triton() -> bool:
-    return not isinstance(load_triton(), Unavailable)
+@functools.cache
+def why_too_old(device: torch.device) -> str | None:
+    """Why no fused kernel runs on this CUDA device, or None: a V100 has capability 7.0, a T4 7.5."""
+    found = torch.cuda.get_device_capability(device)
+    if found >= LEAST_CAPABILITY:
+        return None
+    least = ".".join(map(str, LEAST_CAPABILITY))
+    return f"compute capability {found[0]}.{found[1]}: the fused kernels need {least} or more"
 
 
-def load_adamw() -> Callable[..., Tensor | None] | None:
+def has_triton(device: torch.device) -> bool:
+    """Whether Triton compiles kernels for the device."""
+    return device.type == "cuda" and why_too_old(device) is None and not isinstance(load_triton(), Unavailable)
+
+
+def load_adamw(device: torch.device) -> Callable[..., Tensor | None] | None:
     """AdamW on a CUDA device, where Triton is."""
-    if not has_triton():
+    if not has_triton(device):
         return None
     from gyre.kernels.gpu.adamw import adamw  # imports Triton
 
@@ -59,6 +74,8 @@ def load_adamw() -> Callable[..., Tensor | None] | None:
 def why_torch(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why a trainer of this type on this device works by torch operations alone; None when it has kernels."""
     if device.type == "cuda":
+        if (reason := why_too_old(device)) is not None:
+            return reason
         found = load_triton() if dtype in CUDA_DTYPES else Unavailable(reason=f"there are none for {dtype} on CUDA")
     else:
         found = load_chunks(dtype)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gyre.kernels.choose import why_too_old
 from gyre.kernels.cpu.build import Unavailable
 from gyre.kernels.layout import PackedLayout
 
@@ -48,6 +49,8 @@ class Broken(Unavailable):
 
 def choice(device: torch.device, dtype: torch.dtype, group: int, head_dim: int) -> dict[str, Any]:
     """The kernel for heads like these, and why; `counted` if it is there instead of one that broke."""
+    if (reason := why_too_old(device)) is not None:
+        return {"kernel": "products and a softmax", "reason": reason, "counted": False}
     found = training_flash4(device, dtype, group, head_dim)
     if isinstance(found, Unavailable):
         return {"kernel": "torch", "reason": found.reason, "counted": isinstance(found, Broken)}

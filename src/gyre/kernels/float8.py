@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gyre.kernels.choose import has_triton
+from gyre.kernels.choose import load_triton
+from gyre.kernels.cpu.build import Unavailable
 
 if TYPE_CHECKING:
     from gyre.kernels.gpu.float8 import Float8Kernels
@@ -164,7 +165,7 @@ def _kernels(x_NK: Tensor) -> type[Float8Kernels] | None:
 
 @functools.cache
 def _load_kernels() -> type[Float8Kernels] | None:
-    if not has_triton():  # the trainer says so: trainer.torch_kernels
+    if isinstance(load_triton(), Unavailable):  # the trainer says so: trainer.torch_kernels
         return None
     from gyre.kernels.gpu.float8 import Float8Kernels  # imports Triton
 

@@ -14,7 +14,7 @@ from gyre.kernels.choose import has_triton
 def add_up(parts_RN: Tensor, out_N: Tensor) -> None:
     """Write the sum over the first dimension into `out_N`, float32, without a copy of any row in float32. The same
     additions in the same order on every device: to the bit what float32 rows would give."""
-    if parts_RN.is_cuda and has_triton():
+    if has_triton(parts_RN.device):
         from gyre.kernels.gpu.sums import add_up_rows  # imports Triton
 
         add_up_rows(parts_RN, out_N)

@@ -74,14 +74,14 @@ def update_spans(spans: Sequence[Span], numbers: Numbers) -> None:
     """One update of weights and moments; the gradients are zero afterwards. On one device."""
     if not spans:
         return
-    device_type = spans[0].weight_N.device.type
-    fused = load_adamw() if device_type == "cuda" else None
+    device = spans[0].weight_N.device
+    fused = load_adamw(device)
     if fused is not None:
         _by_kernel(fused, spans, numbers)
         return
     for span in spans:
         size = len(span.weight_N)
-        block = BLOCK_CPU if device_type == "cpu" else size
+        block = BLOCK_CPU if device.type == "cpu" else size
         for start in range(0, size, max(1, block)):
             update_block(span.part(span.first + start, span.first + min(start + block, size)), numbers)
 
