@@ -210,6 +210,30 @@ def test_staging_of_snapshots_is_shared_by_all_ranks_whatever_the_layout() -> No
         assert staged == -(-14 * job.model.num_parameters // 8)
 
 
+@pytest.mark.parametrize("zero", [2, 3])
+def test_gradients_that_are_summed_once_are_held_whole_between_chunks(zero) -> None:
+    job = make_job("llama-3-8b", longest=2048)
+    layout = make_layout(zero=zero, tokens_per_chunk=4096)
+    whole = 4 * LLAMA.num_parameters
+
+    def sizes(when, *, update: int) -> dict[str, int]:
+        asked = replace(job, tokens_per_update=update, most_tokens_per_update=update)
+        found = train_moments(asked, replace(layout, sum_gradients=when))
+        return {moment.name: moment.allocated_bytes for moment in found}
+
+    one_chunk, several = 8 * 4096, 8 * 4096 + 1
+    assert sizes("update", update=one_chunk) == sizes("chunk", update=one_chunk), "the last chunk reduces as it goes"
+    by_chunk, by_update = sizes("chunk", update=several), sizes("update", update=several)
+    assert by_update["loss"] == by_chunk["loss"] + whole
+    assert by_update["optimiser step"] == by_chunk["optimiser step"]
+    reduced = 4 * LLAMA.embedding_parameters  # of the head while a layer's are found, later of the embedding
+    assert whole - reduced <= by_update["deepest layer"] - by_chunk["deepest layer"] <= whole
+    assert whole - 2 * reduced <= by_update["end of backward"] - by_chunk["end of backward"] <= whole
+    for flat in (0, 1):
+        asked = make_layout(zero=flat, shard_ranks=8 if flat else 1, tokens_per_chunk=4096)
+        assert train_moments(job, replace(asked, sum_gradients="update")) == train_moments(job, asked)
+
+
 def test_a_small_update_fills_no_large_chunk() -> None:
     job = make_job(longest=2048, update=16_384)
     assert job.chunk_tokens(make_layout(tokens_per_chunk=65_536)) == 2048

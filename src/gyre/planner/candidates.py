@@ -111,6 +111,7 @@ def layouts(job: Job, cluster: Cluster, fixed: Fixed) -> Iterator[Layout]:
                         offload_gradients=gradients,
                         offload_parameters=job.offload_parameters,
                         moments=job.moments,
+                        sum_gradients=job.sum_gradients,
                     )
 
 

@@ -301,6 +301,7 @@ def read_inputs(
         leave=memory.leave,
         snapshot_background=config.snapshot.background,
         reference_average=bool(stage.trainer.reference_moving_average),
+        sum_gradients=config.parallel.sum_gradients,
     )
 
 
