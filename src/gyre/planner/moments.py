@@ -181,8 +181,8 @@ def _start_moment(job: Job, layout: Layout, engine: Mapping[str, int] | None) ->
     """A stage begins: a rank makes its part of each model and reads its own runs. Master weights are rounded to the
     compute dtype on the way, a run at a time. Without `engine`, phases take turns: what the first one does not need is
     parked when its model is made."""
-    m, item = job.model, ITEM_BYTES[job.dtype]
-    largest = max(m.embedding_parameters, 2 * m.mlp_size * m.hidden_size)  # of a tensor
+    models, item = (job.model, *_frozen_models(job).values()), ITEM_BYTES[job.dtype]
+    largest = max(max(m.embedding_parameters, 2 * m.mlp_size * m.hidden_size) for m in models)  # of a tensor
     run = item * -(-largest // layout.shard_ranks) if layout.zero >= 2 and job.dtype != "float32" else 0
     states, frozen, reading = _resident(job, layout), _frozen(job, layout), {"run being read": run}
     if engine is not None:
@@ -195,14 +195,17 @@ def _start_moment(job: Job, layout: Layout, engine: Mapping[str, int] | None) ->
 
 
 def _score_moment(job: Job, layout: Layout, beside: Mapping[str, int]) -> Moment:
-    """Log-probs without a gradient, of the policy and of the frozen models."""
+    """Log-probs without a gradient, of the policy and of the frozen models; the one of them that takes most."""
     tokens = job.chunk_tokens(layout)
-    one_layer = forward_layer_bytes(job.model, job.dtype, job.saving, tokens, longest=job.longest)
-    forward = {
-        "gathered weights": gathered_bytes(job.model, job.dtype, layout, job.matmul),
-        "forward pass": one_layer + head_forward_bytes(job.model, job.saving, tokens),
-    }
-    return _moment("score", {**beside, **forward})
+    passes = []
+    for model in (job.model, *_frozen_models(job).values()):
+        one_layer = forward_layer_bytes(model, job.dtype, job.saving, tokens, longest=job.longest)
+        forward = {
+            "gathered weights": gathered_bytes(model, job.dtype, layout, job.matmul),
+            "forward pass": one_layer + head_forward_bytes(model, job.saving, tokens),
+        }
+        passes.append(_moment("score", {**beside, **forward}))
+    return max(passes, key=lambda moment: moment.allocated_bytes)
 
 
 def page_bytes(job: Job) -> int:
