@@ -203,6 +203,21 @@ def test_phases_hold_only_what_they_need_when_they_take_turns(zero) -> None:
     assert host_bytes_of(job, layout, "phase") > host_bytes_of(job, layout, "resident") == 0
 
 
+def test_a_moving_average_lies_in_float32_beside_the_reference() -> None:
+    """On the device, and on the host while another phase has it; in shards like the reference itself."""
+    for zero, split in ((1, 8), (3, 8)):
+        layout = make_layout(zero=zero, shard_ranks=split, tokens_per_chunk=4096)
+        plain = make_job(longest=4096, engine=ENGINE, reference=True)
+        average = replace(plain, reference_average=True)
+        more = 4 * plain.model.num_parameters // (split if zero == 3 else 1)
+
+        def peak_of(job, layout=layout) -> Moment:
+            return phase_moments(job, layout, "resident", ENGINE.running)[1]
+
+        assert peak_of(average).parts["reference"] - peak_of(plain).parts["reference"] == more
+        assert host_bytes_of(average, layout, "phase") - host_bytes_of(plain, layout, "phase") == more
+
+
 def test_staging_of_snapshots_is_shared_by_all_ranks_whatever_the_layout() -> None:
     for layout in (make_layout(zero=0, gpus=8, shard_ranks=1), make_layout(zero=3, gpus=8, shard_ranks=4)):
         job = make_job(reference=True)

@@ -417,6 +417,23 @@ def test_the_plan_is_what_the_ledger_and_the_tensors_say(ranks, layout):
         assert told == pytest.approx(expected, rel=0.025), "up to the alignment of small tensors in flat buffers"
 
 
+@pytest.mark.parametrize("layout", ["zero1", "zero3"])
+def test_a_moving_average_is_planned_as_the_ledger_counts_it(ranks, layout):
+    own = Shards(zero=planned_layout(layout).zero, ranks=4)
+    inputs = PlanInputs(
+        model=model_numbers(SPEC), objective="grpo", online=False, prompts_per_step=4, completions_per_prompt=1,
+        max_prompt_tokens=32, max_completion_tokens=0, reference=True, reference_average=True, ranks=4,
+        shards={"actor": own, "reference": own},
+    )  # fmt: skip
+    (planned,) = [
+        component.size_bytes
+        for component in predict_components(inputs, dtype="bfloat16", page_tokens=16, kv_pages=0)
+        if component.name == "reference"
+    ]
+    for told in ranks.run(held_bytes, "grpo", dtype="bfloat16", layout=layout, reference_moving_average=0.9):
+        assert told["reference"] == pytest.approx(planned, rel=0.025)
+
+
 @pytest.mark.parametrize("layout", PLANNED)
 def test_ranks_send_what_the_planner_says(ranks, layout):
     """By kind of collective, over all ranks; beside it only metrics are shared."""

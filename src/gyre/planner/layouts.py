@@ -191,10 +191,11 @@ def _of_kinds(states: dict[str, int], kinds: tuple[str, ...]) -> dict[str, int]:
     return {name: size for name, size in states.items() if name.rpartition(".")[2] in kinds}
 
 
-def frozen_bytes(model: ModelNumbers, dtype: Dtype, layout: Layout) -> int:
-    """A reference or reward model per rank: in shards of the compute dtype under ZeRO-2 and 3, whole otherwise."""
+def frozen_bytes(model: ModelNumbers, dtype: Dtype, layout: Layout, *, average: bool = False) -> int:
+    """A reference or reward model per rank: in shards of the compute dtype under ZeRO-2 and 3, whole otherwise. A
+    reference that is a moving `average` keeps that beside it, in float32."""
     count = _shard(model.num_parameters, layout) if layout.zero >= 2 else model.num_parameters
-    return ITEM_BYTES[dtype] * count
+    return (ITEM_BYTES[dtype] + (FLOAT if average else 0)) * count
 
 
 def layer_item_bytes(dtype: Dtype, matmul: Matmul) -> int:

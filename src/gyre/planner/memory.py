@@ -260,8 +260,10 @@ def _frozen(
 ) -> list[tuple[str, int, tuple[Tier, ...], str]]:
     layout = _layout(inputs, owner)
     split = f" / {layout.shard_ranks} ranks" if layout.zero >= 2 else ""
-    formula = f"{model.num_parameters} × {ITEM_BYTES[dtype]} bytes{split}"
-    size_bytes = frozen_bytes(model, dtype, layout)
+    average = owner == "reference" and inputs.reference_average
+    each = f"({ITEM_BYTES[dtype]} + 4 of the average)" if average else f"{ITEM_BYTES[dtype]}"
+    formula = f"{model.num_parameters} × {each} bytes{split}"
+    size_bytes = frozen_bytes(model, dtype, layout, average=average)
     if layout.holds_weights(owner):
         return [(owner, size_bytes, tiers, formula)]
     rooms = room_bytes(model, dtype)

@@ -288,7 +288,10 @@ def _owners(job: Job) -> tuple[str, ...]:
 
 def _frozen(job: Job, layout: Layout) -> dict[str, int]:
     """Of models that are not trained, what is on the device when they are asked."""
-    sizes = {owner: frozen_bytes(model, job.dtype, layout) for owner, model in _frozen_models(job).items()}
+    sizes = {
+        owner: frozen_bytes(model, job.dtype, layout, average=owner == "reference" and job.reference_average)
+        for owner, model in _frozen_models(job).items()
+    }
     there = {owner: size for owner, size in sizes.items() if layout.holds_weights(owner)}
     away = {owner: model for owner, model in _frozen_models(job).items() if owner not in there}
     return there | {f"{owner}.rooms": room_bytes(model, job.dtype) for owner, model in away.items()}
