@@ -66,7 +66,7 @@ def test_the_best_is_the_fastest_that_fits(shape, gpus, gpu, longest, host, fixe
         assert not passed.fits and passed.time.seconds < best.time.seconds
     assert (best.running >= 1) == rollout
     for name, value in replace(fixed, residency=None).given().items():
-        assert getattr(best.layout, name) == value
+        assert getattr(best.layout, name) == (0 if name == "zero" and gpus == 1 else value)
     assert best.layout.words() in describe(choice, (), ())
     assert as_mapping(choice, (), ())["best"]["layout"]["zero"] == best.layout.zero
 
@@ -134,6 +134,18 @@ def test_gradients_that_are_summed_once_are_searched_with_what_they_hold() -> No
         step_time(job, replace(wide, sum_gradients=when), find_gpu("h200"), "resident") for when in ("chunk", "update")
     )
     assert fast.traffic_s < slow.traffic_s and fast.seconds < slow.seconds
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_one_gpu_holds_whole_models_whatever_the_zero_stage(zero) -> None:
+    """Nothing is cut for one rank: compute weights, float32 gradients and masters, both moments."""
+    job = make_job("qwen3-0.6b", longest=2048, sum_gradients="update", reference=True)
+    best, whole = (choose(job, cluster(1), Fixed(zero=stage)).best for stage in (zero, 0))
+    assert best == whole and (best.layout.zero, best.layout.shard_ranks) == (0, 1)
+    step = next(moment for moment in best.moments if moment.name == "optimiser step")
+    held = sum(size for name, size in step.parts.items() if name.startswith("actor."))
+    assert held == 18 * job.model.num_parameters
+    assert choose(job, cluster(1), Fixed(zero=zero, shard_ranks=1)).best.layout == best.layout
 
 
 def test_no_host_memory_means_no_offload() -> None:
