@@ -203,11 +203,50 @@ def test_phases_hold_only_what_they_need_when_they_take_turns(zero) -> None:
     assert host_bytes_of(job, layout, "phase") > host_bytes_of(job, layout, "resident") == 0
 
 
+def test_a_moving_average_lies_in_float32_beside_the_reference() -> None:
+    """On the device, and on the host while another phase has it; in shards like the reference itself."""
+    for zero, split in ((1, 8), (3, 8)):
+        layout = make_layout(zero=zero, shard_ranks=split, tokens_per_chunk=4096)
+        plain = make_job(longest=4096, engine=ENGINE, reference=True)
+        average = replace(plain, reference_average=True)
+        more = 4 * plain.model.num_parameters // (split if zero == 3 else 1)
+
+        def peak_of(job, layout=layout) -> Moment:
+            return phase_moments(job, layout, "resident", ENGINE.running)[1]
+
+        assert peak_of(average).parts["reference"] - peak_of(plain).parts["reference"] == more
+        assert host_bytes_of(average, layout, "phase") - host_bytes_of(plain, layout, "phase") == more
+
+
 def test_staging_of_snapshots_is_shared_by_all_ranks_whatever_the_layout() -> None:
     for layout in (make_layout(zero=0, gpus=8, shard_ranks=1), make_layout(zero=3, gpus=8, shard_ranks=4)):
         job = make_job(reference=True)
         staged = host_bytes_of(replace(job, snapshot_background=True), layout, "resident")
         assert staged == -(-14 * job.model.num_parameters // 8)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_gradients_that_are_summed_once_are_held_whole_between_chunks(zero) -> None:
+    job = make_job("llama-3-8b", longest=2048)
+    layout = make_layout(zero=zero, tokens_per_chunk=4096)
+    whole = 4 * LLAMA.num_parameters
+
+    def sizes(when, *, update: int) -> dict[str, int]:
+        asked = replace(job, tokens_per_update=update, most_tokens_per_update=update)
+        found = train_moments(asked, replace(layout, sum_gradients=when))
+        return {moment.name: moment.allocated_bytes for moment in found}
+
+    one_chunk, several = 8 * 4096, 8 * 4096 + 1
+    assert sizes("update", update=one_chunk) == sizes("chunk", update=one_chunk), "the last chunk reduces as it goes"
+    by_chunk, by_update = sizes("chunk", update=several), sizes("update", update=several)
+    assert by_update["loss"] == by_chunk["loss"] + whole
+    assert by_update["optimiser step"] == by_chunk["optimiser step"]
+    reduced = 4 * LLAMA.embedding_parameters  # of the head while a layer's are found, later of the embedding
+    assert whole - reduced <= by_update["deepest layer"] - by_chunk["deepest layer"] <= whole
+    assert whole - 2 * reduced <= by_update["end of backward"] - by_chunk["end of backward"] <= whole
+    for flat in (0, 1):
+        asked = make_layout(zero=flat, shard_ranks=8 if flat else 1, tokens_per_chunk=4096)
+        assert train_moments(job, replace(asked, sum_gradients="update")) == train_moments(job, asked)
 
 
 def test_a_small_update_fills_no_large_chunk() -> None:

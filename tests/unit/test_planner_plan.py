@@ -417,3 +417,14 @@ def test_a_model_that_fits_in_shards_alone_is_planned_for() -> None:
     }  # fmt: skip
     assert plans[3].working["train"] > plans[1].working["train"] + 4 * 4 * MODEL.layer_parameters
     assert "/ 4 ranks" in explain(plans[3])
+
+
+def test_gradients_that_are_summed_once_take_working_memory_where_an_update_has_several_chunks() -> None:
+    lain = {"ranks": 4, "shards": {"actor": Shards(zero=3, ranks=4), "critic": Shards(zero=1, ranks=4)}}
+    asked = ask(critic=True, dtype="float32", sequences_per_update=16, **lain)
+
+    def train_bytes(tokens: int, **changes) -> int:
+        return make_plan(replace(asked, tokens_per_chunk=tokens, **changes), LAPTOP).working["train"]
+
+    for tokens, held in ((4 * 192, 0), (3 * 192, 4 * MODEL.num_parameters)):
+        assert train_bytes(tokens, sum_gradients="update") - train_bytes(tokens) == held

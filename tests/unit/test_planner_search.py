@@ -66,7 +66,7 @@ def test_the_best_is_the_fastest_that_fits(shape, gpus, gpu, longest, host, fixe
         assert not passed.fits and passed.time.seconds < best.time.seconds
     assert (best.running >= 1) == rollout
     for name, value in replace(fixed, residency=None).given().items():
-        assert getattr(best.layout, name) == value
+        assert getattr(best.layout, name) == (0 if name == "zero" and gpus == 1 else value)
     assert best.layout.words() in describe(choice, (), ())
     assert as_mapping(choice, (), ())["best"]["layout"]["zero"] == best.layout.zero
 
@@ -119,6 +119,35 @@ def test_a_refusal_names_how_long_sequences_may_be() -> None:
     refuse(replace(job, longest=tokens + 256), there, fixed)
 
 
+def test_gradients_that_are_summed_once_are_searched_with_what_they_hold() -> None:
+    """They take 4 bytes per parameter on every rank, so another layout may be best; and many small chunks over a slow
+    network, which is what they are for, take less time with them."""
+    job = make_job("qwen3-8b")
+    once = replace(job, sum_gradients="update")
+    by_chunk, by_update = choose(job, cluster(8), Fixed(zero=3)).best, choose(once, cluster(8), Fixed(zero=3)).best
+    assert by_update.layout != by_chunk.layout and by_update.layout.sum_gradients == "update"
+    assert "gradients summed once per update" in by_update.layout.words()
+    held = by_update.moments[1].parts["gradients not yet summed"]
+    assert chunks_per_update(once, by_update.layout) == 1 or held == 4 * job.model.num_parameters
+    wide = replace(by_chunk.layout, gpus=16, shard_ranks=16, tokens_per_chunk=8192)
+    slow, fast = (
+        step_time(job, replace(wide, sum_gradients=when), find_gpu("h200"), "resident") for when in ("chunk", "update")
+    )
+    assert fast.traffic_s < slow.traffic_s and fast.seconds < slow.seconds
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_one_gpu_holds_whole_models_whatever_the_zero_stage(zero) -> None:
+    """Nothing is cut for one rank: compute weights, float32 gradients and masters, both moments."""
+    job = make_job("qwen3-0.6b", longest=2048, sum_gradients="update", reference=True)
+    best, whole = (choose(job, cluster(1), Fixed(zero=stage)).best for stage in (zero, 0))
+    assert best == whole and (best.layout.zero, best.layout.shard_ranks) == (0, 1)
+    step = next(moment for moment in best.moments if moment.name == "optimiser step")
+    held = sum(size for name, size in step.parts.items() if name.startswith("actor."))
+    assert held == 18 * job.model.num_parameters
+    assert choose(job, cluster(1), Fixed(zero=zero, shard_ranks=1)).best.layout == best.layout
+
+
 def test_no_host_memory_means_no_offload() -> None:
     assert choose(make_job("qwen3-8b"), cluster(1)).best.layout.offload_optimizer == "host"
     short = cluster(1, host_bytes=8 * GIB)
@@ -153,9 +182,12 @@ def test_bytes_on_the_wire_are_the_rings() -> None:
     zero3 = sent_bytes(job, replace(flat, zero=3, shard_ranks=8))
     root = 2 * job.model.embedding_parameters + job.model.hidden_size  # is gathered once per chunk, layers twice
     assert zero3["all-gather"] == pytest.approx(4 * 7 / 8 * 2 * (2 * count - root), rel=1e-6)
-    assert zero3["reduce-scatter"] == pytest.approx(4 * 7 / 8 * 4 * count, rel=1e-6)
+    assert zero3["reduce-scatter"] == pytest.approx(4 * 7 / 8 * 2 * count, rel=1e-6)
+    once = sent_bytes(job, replace(flat, zero=3, shard_ranks=8, sum_gradients="update"))
+    assert once == zero3 | {"reduce-scatter": int(7 / 8 * 4 * count)}, "a float32 sum, once"
     hybrid = sent_bytes(job, replace(flat, zero=3, shard_ranks=4))
-    assert hybrid["all-gather"] < zero3["all-gather"] and "all-reduce among groups" in hybrid
+    assert hybrid["all-gather"] < zero3["all-gather"]
+    assert hybrid["all-reduce among groups"] == pytest.approx(4 * count / 4, rel=1e-6), "once, in shards"
     assert sent_bytes(job, replace(flat, gpus=1)) == {}
     assert step_time(job, flat, find_gpu("h200"), "resident").exposed_s > 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +14,15 @@ import trainer_cases
 from test_data_examples import TOKENIZER
 from test_data_sources import Events, write_jsonl
 
-from gyre.core.errors import ConfigError
+from gyre.core.errors import ConfigError, InputError
 from gyre.loop.evaluate import Outcome
+from gyre.models.spec import hub_config_from_spec
 from gyre.observe.events import is_counted
 from gyre.parallel.config import ParallelConfig
 from gyre.planner.plan import Shards
 from gyre.runconfig import RunConfig, parse_run_config
 from gyre.wire import commands
+from gyre.wire.clusters import Request, plan_stages_for
 from gyre.wire.make import Machine, check_invariant
 from gyre.wire.stages import expected_ranks, lie_over, load_stage_data, plan_run, plan_stages
 
@@ -114,9 +117,8 @@ CONTEXT_TOKENS = 40
 def online(tmp_path, **tables) -> RunConfig:
     rows = str(write_jsonl(tmp_path / "graded.jsonl", GRADED))
     data = {"source": "jsonl", "path": rows, "held_out_fraction": 0.4, "overlong": "drop"}
-    rewards = {"parts": [{"kind": "answer"}]}
-    tree = {"rollout": {"max_tokens": 24}, "eval": {"num_problems": 5}, **tables}
-    return config_for(tmp_path, "grpo", 5, data=data, rewards=rewards, **tree)
+    tree = {"rollout": {"max_tokens": 24}, "eval": {"num_problems": 5}, "rewards": {"parts": [{"kind": "answer"}]}}
+    return config_for(tmp_path, "grpo", 5, data=data, **{**tree, **tables})
 
 
 def load_online(config: RunConfig):
@@ -180,6 +182,26 @@ def test_each_rank_is_planned_for_with_its_part_of_the_states(tmp_path):
     told = {"kind": "ray", "num_workers": 8}
     for cluster, ranks in ((told, 8), ({"kind": "ray"}, 2), ({}, 1)):
         assert expected_ranks(online(tmp_path, cluster=cluster, parallel={"zero": 3, "shard_ranks": 2})) == ranks
+
+
+@pytest.mark.parametrize("inner", ["", "export"])
+def test_a_reward_model_is_planned_for_with_its_own_size(tmp_path, inner):
+    """It shares the policy's tokenizer and nothing else. On the machine that is here and on GPUs that are not."""
+    own = replace(trainer_cases.SPEC, num_layers=5, hidden_size=256, mlp_size=512)
+    folder = tmp_path / "scores"
+    (folder / inner).mkdir(parents=True)
+    (folder / inner / "config.json").write_text(json.dumps(hub_config_from_spec(own)), encoding="utf-8")
+    config = online(tmp_path, rewards={"parts": [{"kind": "model", "path": str(folder)}]}, run={"device": "cpu"})
+    (stage,), data, spec = plan_stages(config, "all"), load_online(config), trainer_cases.SPEC
+    plan = plan_run(config, stage, spec, data, dtype="float32", folder=tmp_path)
+    sizes = {component.name: component.size_bytes for component in plan.components}
+    assert sizes["reward"] == 4 * own.num_parameters > sizes["actor.params"] == 4 * spec.num_parameters
+    there = plan_stages_for(config, spec, [(stage, data)], Request(gpus=1, gpu="h200"))
+    moments = there["stages"]["main"]["best"]["moments"]
+    assert moments["score"]["parts"]["reward"] == 2 * own.num_parameters
+    gone = online(tmp_path, rewards={"parts": [{"kind": "model", "path": str(tmp_path / "nowhere")}]})
+    with pytest.raises(InputError, match="nowhere does not exist"):
+        plan_run(gone, stage, spec, data, dtype="float32", folder=tmp_path)
 
 
 def test_moments_in_8_bits_are_planned_for_a_model_that_can_have_them(tmp_path):

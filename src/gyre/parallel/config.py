@@ -11,6 +11,7 @@ from pydantic import Field
 from gyre.core.config import Section
 
 Zero = Literal[0, 1, 2, 3]
+SumGradients = Literal["chunk", "update"]
 
 
 class SplitConfig(Section):
@@ -31,9 +32,9 @@ class ParallelConfig(Section):
     shard_ranks: int = Field(default=0, ge=0)
     """Ranks that share one copy of the state; must divide the number of ranks. 0 takes all; less makes several copies
     that are kept equal (hybrid sharding)."""
-    sum_gradients: Literal["chunk", "update"] = "chunk"
+    sum_gradients: SumGradients = "chunk"
     """With zero 2 and 3, when gradients are summed over ranks: after each chunk (4 bytes per parameter, sharded), or
-    once per update (4 bytes per parameter on every rank, less traffic)."""
+    once per update (4 more bytes per parameter on every rank while an update has several chunks, less traffic)."""
     timeout_s: float = Field(default=120.0, gt=0.0)
     """Longest that a rank waits for the others in one collective; then the step ends and names who was missing."""
     critic: SplitConfig = Field(default_factory=SplitConfig)

@@ -13,7 +13,7 @@ from typing import Literal
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from gyre.core.errors import ConfigError
-from gyre.parallel.config import ParallelConfig, Zero
+from gyre.parallel.config import ParallelConfig, SumGradients, Zero
 from gyre.parallel.group import Group
 
 AXES = ("replica", "shard")
@@ -35,7 +35,7 @@ class Split:
 
     mesh: Mesh
     zero: Zero
-    sum_gradients: Literal["chunk", "update"]
+    sum_gradients: SumGradients
 
     @property
     def shards_state(self) -> bool:

@@ -111,6 +111,7 @@ def layouts(job: Job, cluster: Cluster, fixed: Fixed) -> Iterator[Layout]:
                         offload_gradients=gradients,
                         offload_parameters=job.offload_parameters,
                         moments=job.moments,
+                        sum_gradients=job.sum_gradients,
                     )
 
 
@@ -166,11 +167,12 @@ def _offloads(fixed: Fixed) -> Iterator[tuple[Offload, bool]]:
 
 
 def _splits(gpus: int, per_host: int, fixed: Fixed) -> Iterator[tuple[Zero, int]]:
-    """(ZeRO stage, ranks that split the states): over everything, over a host, over parts of a host."""
+    """(ZeRO stage, ranks that split the states): over everything, over a host, over parts of a host. A model that no
+    rank shares is whole, whatever its ZeRO stage."""
     stages: tuple[Zero, ...] = (0, 1, 2, 3) if fixed.zero is None else (fixed.zero,)
-    for zero in stages:
-        if zero == 0 or gpus == 1:
-            if zero in (0, fixed.zero) and fixed.shard_ranks in (None, 1):
+    for zero in (0,) if gpus == 1 else stages:
+        if zero == 0:
+            if fixed.shard_ranks in (None, 1):
                 yield zero, 1
             continue
         sizes = {gpus} | {size for size in range(2, min(gpus, per_host) + 1) if gpus % size == 0}

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from gyre.core.records import Checkpointing, Matmul, Moments
-from gyre.parallel.config import Zero
+from gyre.parallel.config import SumGradients, Zero
 from gyre.planner.activations import ITEM_BYTES
 from gyre.planner.plan import DeviceKind, Dtype, ModelNumbers
 from gyre.trainer.blocks import BLOCK, is_coded
@@ -42,6 +42,12 @@ class Layout:
     offload_gradients: bool  # whether the float32 gradient lives in host memory
     moments: Moments = "float32"
     offload_parameters: tuple[str, ...] = ()  # models whose compute weights live in host memory
+    sum_gradients: SumGradients = "chunk"  # when ZeRO-2 and 3 sum them over ranks
+
+    @property
+    def sums_once(self) -> bool:
+        """Whether ranks that hold shards sum their gradients once per update."""
+        return self.zero >= 2 and self.sum_gradients == "update"
 
     @property
     def replicas(self) -> int:
@@ -66,7 +72,8 @@ class Layout:
         optimizer = f", optimizer state {place}" if place else ""
         gradients = ", gradients on the host" if self.offload_gradients else ""
         weights = f", weights of {' and '.join(self.offload_parameters)} on the host" if self.offload_parameters else ""
-        return moments + optimizer + gradients + weights
+        once = ", gradients summed once per update" if self.sums_once else ""
+        return moments + optimizer + gradients + weights + once
 
     def holds_weights(self, owner: str) -> bool:
         """Whether a model's weights are on the device, of one that is whole."""
@@ -184,10 +191,11 @@ def _of_kinds(states: dict[str, int], kinds: tuple[str, ...]) -> dict[str, int]:
     return {name: size for name, size in states.items() if name.rpartition(".")[2] in kinds}
 
 
-def frozen_bytes(model: ModelNumbers, dtype: Dtype, layout: Layout) -> int:
-    """A reference or reward model per rank: in shards of the compute dtype under ZeRO-2 and 3, whole otherwise."""
+def frozen_bytes(model: ModelNumbers, dtype: Dtype, layout: Layout, *, average: bool = False) -> int:
+    """A reference or reward model per rank: in shards of the compute dtype under ZeRO-2 and 3, whole otherwise. A
+    reference that is a moving `average` keeps that beside it, in float32."""
     count = _shard(model.num_parameters, layout) if layout.zero >= 2 else model.num_parameters
-    return ITEM_BYTES[dtype] * count
+    return (ITEM_BYTES[dtype] + (FLOAT if average else 0)) * count
 
 
 def layer_item_bytes(dtype: Dtype, matmul: Matmul) -> int:
@@ -224,6 +232,18 @@ def layer_group_bytes(model: ModelNumbers, dtype: Dtype, layout: Layout, matmul:
     item, count = ITEM_BYTES[dtype], model.layer_parameters
     gathered = 2 * layer_item_bytes(dtype, matmul) * count if layout.zero == 3 else 0
     return gathered + item * count + FLOAT * count
+
+
+def most_chunks(tokens: int, *, longest: int, ranks: int, tokens_per_chunk: int) -> int:
+    """Of each rank in an update of so many tokens, when every sequence is as long as the longest."""
+    sequences, per_chunk = -(-tokens // (longest * ranks)), max(1, tokens_per_chunk // longest)
+    return max(1, -(-sequences // per_chunk))
+
+
+def unsummed_bytes(model: ModelNumbers, layout: Layout, chunks: int) -> int:
+    """The gradient of one model that a rank holds whole, in float32, from an update's first chunk to the backward pass
+    of its last: FSDP2 keeps each parameter's until it is told to sum them over ranks."""
+    return FLOAT * model.num_parameters if layout.sums_once and chunks > 1 else 0
 
 
 def on_one_gpu(layout: Layout) -> Layout:

@@ -32,8 +32,10 @@ from gyre.planner.layouts import (
     gathered_bytes,
     host_staging_bytes,
     layer_group_bytes,
+    most_chunks,
     room_bytes,
     state_bytes,
+    unsummed_bytes,
 )
 from gyre.planner.plan import ComponentPlan, DeviceKind, Dtype, ModelNumbers, PlanInputs, Saving, Shards
 from gyre.trainer.blocks import BLOCK
@@ -130,19 +132,24 @@ def working_bytes(
             checkpointing=inputs.checkpointing,
             matmul=inputs.matmul,
         )
-        + _gathered_to_train(inputs, dtype),
+        + _gathered_to_train(inputs, dtype, tokens_per_chunk),
         "handover": min(HANDOVER_BYTES, 2 * own_weights) if inputs.online else 0,
         "evaluate": generate if inputs.online else score,
     }
     return {phase: size + kept for phase, size in passing.items()}
 
 
-def _gathered_to_train(inputs: PlanInputs, dtype: Dtype) -> int:
-    """Weights and gradients that FSDP2 makes whole for a while; of two models that are trained, one layer at a time."""
+def _gathered_to_train(inputs: PlanInputs, dtype: Dtype, tokens_per_chunk: int) -> int:
+    """Weights and gradients that FSDP2 makes whole for a while; of two models that are trained, one layer at a time.
+    Whole gradients that wait for the end of an update are of both."""
     layouts = [_layout(inputs, owner) for owner in (("actor", "critic") if inputs.critic else ("actor",))]
     given = inputs.model, dtype
     groups = [layer_group_bytes(*given, layout, inputs.matmul) for layout in layouts]
-    return max(groups) + sum(gathered_bytes(*given, layout, inputs.matmul) for layout in layouts)
+    longest = inputs.max_prompt_tokens + inputs.max_completion_tokens
+    per_update = inputs.sequences_per_update or inputs.prompts_per_step * inputs.completions_per_prompt
+    chunks = most_chunks(per_update * longest, longest=longest, ranks=inputs.ranks, tokens_per_chunk=tokens_per_chunk)
+    waiting = sum(unsummed_bytes(inputs.model, layout, chunks) for layout in layouts)
+    return max(groups) + sum(gathered_bytes(*given, layout, inputs.matmul) for layout in layouts) + waiting
 
 
 def _gathered_to_score(inputs: PlanInputs, dtype: Dtype) -> int:
@@ -244,6 +251,7 @@ def _layout(inputs: PlanInputs, owner: str) -> Layout:
         offload_gradients=inputs.offload_gradients,
         offload_parameters=inputs.offload_parameters,
         moments=inputs.moments,
+        sum_gradients=inputs.sum_gradients,
     )
 
 
@@ -252,8 +260,10 @@ def _frozen(
 ) -> list[tuple[str, int, tuple[Tier, ...], str]]:
     layout = _layout(inputs, owner)
     split = f" / {layout.shard_ranks} ranks" if layout.zero >= 2 else ""
-    formula = f"{model.num_parameters} × {ITEM_BYTES[dtype]} bytes{split}"
-    size_bytes = frozen_bytes(model, dtype, layout)
+    average = owner == "reference" and inputs.reference_average
+    each = f"({ITEM_BYTES[dtype]} + 4 of the average)" if average else f"{ITEM_BYTES[dtype]}"
+    formula = f"{model.num_parameters} × {each} bytes{split}"
+    size_bytes = frozen_bytes(model, dtype, layout, average=average)
     if layout.holds_weights(owner):
         return [(owner, size_bytes, tiers, formula)]
     rooms = room_bytes(model, dtype)

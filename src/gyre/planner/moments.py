@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gyre.core.records import Matmul, Moments
+from gyre.parallel.config import SumGradients
 from gyre.planner.activations import (
     ITEM_BYTES,
     again_bytes,
@@ -33,9 +34,11 @@ from gyre.planner.layouts import (
     host_staging_bytes,
     host_state_bytes,
     layer_group_bytes,
+    most_chunks,
     room_bytes,
     root_parameters,
     state_bytes,
+    unsummed_bytes,
 )
 from gyre.planner.memory import staging_bytes
 from gyre.planner.plan import Dtype, ModelNumbers, Saving
@@ -51,6 +54,7 @@ COLLECTIVE_BYTES = GIB  # buffers of one process group per rank; an estimate: th
 FRAGMENT_SHARE = 0.10
 WORKSPACE_BYTES = 96 * MIB  # cuBLAS keeps 32 MiB per thread: those of the engine, the trainer and the backward pass
 KEPT = "kept activations"
+UNSUMMED = "gradients not yet summed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +92,7 @@ class Job:
     reference_average: bool = False
     offload_parameters: tuple[str, ...] = ()  # models whose weights live in host memory
     offload_cut_bytes: int = 128 * MIB  # of offloaded state that visits the device at a time
+    sum_gradients: SumGradients = "chunk"  # when ranks that hold shards sum their gradients
 
     @property
     def copies(self) -> int:
@@ -98,6 +103,11 @@ class Job:
         """Tokens of the fullest chunk of a rank: an update may be too small to fill one."""
         share = max(self.longest, -(-self.most_tokens_per_update // layout.gpus))
         return min(layout.tokens_per_chunk, share)
+
+    def most_chunks(self, layout: Layout) -> int:
+        """Of each rank in an update."""
+        tokens, room = self.most_tokens_per_update, layout.tokens_per_chunk
+        return most_chunks(tokens, longest=self.longest, ranks=layout.gpus, tokens_per_chunk=room)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,19 +133,24 @@ def train_moments(job: Job, layout: Layout, beside: Mapping[str, int] | None = N
     gathered = {"gathered weights": gathered_bytes(m, dtype, layout, job.matmul)}
     head = item * m.embedding_parameters if m.tied else 0  # waits for the embedding's gradient
     whole_head, summed = (item * head_parameters(m), FLOAT * head_parameters(m)) if layout.zero >= 2 else (0, 0)
+    chunks = job.most_chunks(layout)
+    waiting = {UNSUMMED: job.copies * unsummed_bytes(m, layout, chunks)}
+    between = waiting | (gathered if layout.zero == 2 and chunks > 1 else {})  # what stays from one chunk to the next
     loss = max(head_forward_bytes(m, job.saving, targets), head_backward_bytes(m, dtype, job.saving, targets))
     layer = layer_backward_bytes(m, dtype, tokens, job.matmul) + layer_group_bytes(m, dtype, layout, job.matmul)
     embedding = item * m.embedding_parameters + head
-    if layout.zero >= 2:  # the root group is reduced as one, when its last gradient is there
+    if waiting[UNSUMMED]:  # what is reduced leaves its place among these
+        layer, summed = max(layer, summed), 0
+    elif layout.zero >= 2:  # the root group is reduced as one, when its last gradient is there
         embedding = max(embedding, (item + FLOAT) * root_parameters(m))
     again = again_bytes(m, dtype, job.saving, layout.checkpointing, tokens, longest=job.longest)
-    during = {**base, **gathered, KEPT: kept}
+    during = {**base, **gathered, **waiting, KEPT: kept}
     let_go = {"gathered weights": gathered["gathered weights"] - (whole_head if layout.zero == 3 else 0)}
     deepest = let_go | {"computed again": again, "layer's gradients": layer, "head's gradient": head + summed}
     return (
         _moment("loss", during | {"log-probs": loss}),
         _moment("deepest layer", during | deepest),
-        _moment("end of backward", base | {"embedding's and head's gradients": embedding}),
+        _moment("end of backward", base | between | {"embedding's and head's gradients": embedding}),
         _moment("optimiser step", base),
     )
 
@@ -166,8 +181,8 @@ def _start_moment(job: Job, layout: Layout, engine: Mapping[str, int] | None) ->
     """A stage begins: a rank makes its part of each model and reads its own runs. Master weights are rounded to the
     compute dtype on the way, a run at a time. Without `engine`, phases take turns: what the first one does not need is
     parked when its model is made."""
-    m, item = job.model, ITEM_BYTES[job.dtype]
-    largest = max(m.embedding_parameters, 2 * m.mlp_size * m.hidden_size)  # of a tensor
+    models, item = (job.model, *_frozen_models(job).values()), ITEM_BYTES[job.dtype]
+    largest = max(max(m.embedding_parameters, 2 * m.mlp_size * m.hidden_size) for m in models)  # of a tensor
     run = item * -(-largest // layout.shard_ranks) if layout.zero >= 2 and job.dtype != "float32" else 0
     states, frozen, reading = _resident(job, layout), _frozen(job, layout), {"run being read": run}
     if engine is not None:
@@ -180,14 +195,17 @@ def _start_moment(job: Job, layout: Layout, engine: Mapping[str, int] | None) ->
 
 
 def _score_moment(job: Job, layout: Layout, beside: Mapping[str, int]) -> Moment:
-    """Log-probs without a gradient, of the policy and of the frozen models."""
+    """Log-probs without a gradient, of the policy and of the frozen models; the one of them that takes most."""
     tokens = job.chunk_tokens(layout)
-    one_layer = forward_layer_bytes(job.model, job.dtype, job.saving, tokens, longest=job.longest)
-    forward = {
-        "gathered weights": gathered_bytes(job.model, job.dtype, layout, job.matmul),
-        "forward pass": one_layer + head_forward_bytes(job.model, job.saving, tokens),
-    }
-    return _moment("score", {**beside, **forward})
+    passes = []
+    for model in (job.model, *_frozen_models(job).values()):
+        one_layer = forward_layer_bytes(model, job.dtype, job.saving, tokens, longest=job.longest)
+        forward = {
+            "gathered weights": gathered_bytes(model, job.dtype, layout, job.matmul),
+            "forward pass": one_layer + head_forward_bytes(model, job.saving, tokens),
+        }
+        passes.append(_moment("score", {**beside, **forward}))
+    return max(passes, key=lambda moment: moment.allocated_bytes)
 
 
 def page_bytes(job: Job) -> int:
@@ -270,7 +288,10 @@ def _owners(job: Job) -> tuple[str, ...]:
 
 def _frozen(job: Job, layout: Layout) -> dict[str, int]:
     """Of models that are not trained, what is on the device when they are asked."""
-    sizes = {owner: frozen_bytes(model, job.dtype, layout) for owner, model in _frozen_models(job).items()}
+    sizes = {
+        owner: frozen_bytes(model, job.dtype, layout, average=owner == "reference" and job.reference_average)
+        for owner, model in _frozen_models(job).items()
+    }
     there = {owner: size for owner, size in sizes.items() if layout.holds_weights(owner)}
     away = {owner: model for owner, model in _frozen_models(job).items() if owner not in there}
     return there | {f"{owner}.rooms": room_bytes(model, job.dtype) for owner, model in away.items()}

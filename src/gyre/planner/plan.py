@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from gyre.core.errors import SnapshotError
 from gyre.core.records import Checkpointing, Matmul, Moments, Phase, Tier
-from gyre.parallel.config import Zero
+from gyre.parallel.config import SumGradients, Zero
 from gyre.vram.config import Leave, Residency
 
 DeviceKind = Literal["cpu", "cuda"]
@@ -136,6 +136,7 @@ class PlanInputs:
     leave: Mapping[str, Leave] = field(default_factory=dict)
     ranks: int = 1  # that train together
     shards: Mapping[str, Shards] = field(default_factory=dict)  # of "actor", "critic", "reference", "reward"
+    sum_gradients: SumGradients = "chunk"  # when those of models in shards are summed over ranks
     snapshot_background: bool = False  # it is staged in host memory, which stays taken
     reference_average: bool = False  # a moving average in float32 beside the reference
 

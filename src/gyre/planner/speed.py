@@ -31,6 +31,7 @@ UPDATE_BYTES = 60  # read and written by AdamW per parameter of a shard, counted
 COLLECTIVE_S = 40e-6  # to start one
 COPY_BYTES = 4  # read and written per gathered parameter, out of the gathered buffer into the layer's tensors
 SUM_BYTES = 10  # read and written per parameter to add a chunk's gradient to the float32 sum
+LEAVE_BYTES = 8  # read and written per parameter to put a float32 sum where it is sent from
 # Of the layers' products in 8 bits, casts included, where the data sheet says 2: torchtitan's 8B step on eight H200s is
 # 12,218 against 9,515 tokens/s (survey, 1.1), with 79 % of its work in these products.
 FP8_GAIN = 1.39
@@ -69,8 +70,9 @@ def forward_flops(job: Job) -> tuple[float, float, float]:
 
 def sent_bytes(job: Job, layout: Layout) -> dict[str, int]:
     """Bytes that each rank sends per update, by collective, with the ring factors (n - 1) / n. The gradient is reduced
-    in float32, weights are gathered in the compute dtype; under ZeRO-3 twice per chunk, embedding and head once. FSDP2
-    (ZeRO-2, 3) gathers layers in 8 bits where they are multiplied so."""
+    in float32, or by FSDP2 (ZeRO-2, 3) after each chunk in the compute dtype that it was found in. Weights are gathered
+    in the compute dtype; under ZeRO-3 twice per chunk, embedding and head once. FSDP2 gathers layers in 8 bits where
+    they are multiplied so. Groups of a hybrid are kept equal once per update."""
     count, root = (
         job.model.num_parameters * job.copies,
         job.copies * (root_parameters(job.model) + head_parameters(job.model)),
@@ -82,13 +84,13 @@ def sent_bytes(job: Job, layout: Layout) -> dict[str, int]:
         return {}
     if layout.zero == 0:
         return {"all-reduce": int(2 * (layout.gpus - 1) / layout.gpus * FLOAT * count)}
-    reduces = 1 if layout.zero == 1 else chunks
+    reduced = ITEM_BYTES[job.dtype] * chunks if layout.zero >= 2 and not layout.sums_once else FLOAT
     layers = (layer_item_bytes(job.dtype, job.matmul) if layout.zero >= 2 else item) * (count - root)
     gathered = item * root + layers if layout.zero < 3 else chunks * (item * root + 2 * layers)
-    sent = {"reduce-scatter": int(ring * FLOAT * count * reduces), "all-gather": int(ring * gathered)}
+    sent = {"reduce-scatter": int(ring * reduced * count), "all-gather": int(ring * gathered)}
     if layout.hybrid:
         among = 2 * (layout.replicas - 1) / layout.replicas
-        sent["all-reduce among groups"] = int(among * FLOAT * count / layout.shard_ranks * reduces)
+        sent["all-reduce among groups"] = int(among * FLOAT * count / layout.shard_ranks)
     return sent
 
 
@@ -107,21 +109,31 @@ def step_time(job: Job, layout: Layout, gpu: Gpu, residency: Residency) -> StepT
     if not keeps_logits and block_columns(job.saving, layout.tokens_per_chunk) < job.model.vocab_size:
         again += head  # log-probs by blocks make each block's logits twice
     traffic = sum(size / _link_rate(name, layout, gpu) for name, size in sent_bytes(job, layout).items())
-    gathers = {0: 0, 1: 0, 2: 1, 3: 2 * chunks}[layout.zero]
-    traffic += COLLECTIVE_S * job.model.num_layers * job.copies * (gathers + chunks if gathers else 0)
-    hidden = HIDDEN_SHARE * compute if layout.zero >= 2 else 0.0
-    count = job.model.num_parameters * job.copies
+    gathers, scatters = {0: 0, 1: 0, 2: 1, 3: 2 * chunks}[layout.zero], 1 if layout.sums_once else chunks
+    traffic += COLLECTIVE_S * job.model.num_layers * job.copies * (gathers + scatters if gathers else 0)
     per_parameter = UPDATE_BYTES / layout.shard_ranks + chunks * SUM_BYTES + gathers * COPY_BYTES
-    memory = count * per_parameter / gpu.hbm_bytes_per_s
+    per_parameter += LEAVE_BYTES if layout.sums_once and chunks > 1 else 0
+    memory = job.model.num_parameters * job.copies * per_parameter / gpu.hbm_bytes_per_s
     return StepTime(
         compute_s=compute,
         again_s=again,
         traffic_s=traffic,
-        exposed_s=max(0.0, traffic - hidden),
+        exposed_s=_exposed_seconds(job, layout, gpu, traffic, compute / chunks),
         memory_s=memory,
         host_s=_host_seconds(job, layout, gpu, chunks) + _weights_seconds(job, layout, gpu, chunks, compute),
         switch_s=_switch_seconds(job, layout, gpu, residency),
     )
+
+
+def _exposed_seconds(job: Job, layout: Layout, gpu: Gpu, traffic_s: float, chunk_s: float) -> float:
+    """Of collectives, what FSDP2 cannot hide: gradients that are summed once have one chunk to hide under."""
+    if layout.zero < 2:
+        return traffic_s
+    exposed = max(0.0, traffic_s - HIDDEN_SHARE * chunk_s * chunks_per_update(job, layout))
+    if not layout.sums_once:
+        return exposed
+    scatter = sent_bytes(job, layout).get("reduce-scatter", 0) / _link_rate("reduce-scatter", layout, gpu)
+    return max(exposed, scatter - HIDDEN_SHARE * chunk_s)
 
 
 def _link_rate(collective: str, layout: Layout, gpu: Gpu) -> float:
@@ -132,14 +144,18 @@ def _link_rate(collective: str, layout: Layout, gpu: Gpu) -> float:
 
 def _host_seconds(job: Job, layout: Layout, gpu: Gpu, chunks: int) -> float:
     """Optimiser state there and back once per update, both ways at once; what is in a file waits for the disk, which a
-    host's GPUs share. Gradients go with every chunk, once there and back to be summed over ranks, and come for the
-    update."""
+    host's GPUs share. Gradients go as often as they are summed, once there and back to be summed over flat ranks, and
+    come for the update."""
     states = state_bytes(job.model, job.dtype, layout)
     away, on_disk = away_bytes(states, layout), sum(disk_state_bytes(states, layout).values())
     state = sum(size for name, size in away.items() if not name.endswith(".grads"))
     item = FLOAT if layout.zero >= 2 else ITEM_BYTES[job.dtype]
     sums = away.get("actor.grads", 0)
-    passes = chunks * item / FLOAT + (2 if layout.gpus > 1 and (layout.zero < 2 or layout.hybrid) else 0) + 1
+    passes = (
+        (1 if layout.sums_once else chunks) * item / FLOAT
+        + (2 if layout.gpus > 1 and (layout.zero < 2 or layout.hybrid) else 0)
+        + 1
+    )
     busy = min(layout.gpus, gpu.gpus_per_host)
     seconds = max(state / gpu.host_copy_bytes_per_s(layout.gpus), 2 * on_disk * busy / DISK_BYTES_PER_S)
     return job.copies * (seconds + passes * sums / gpu.host_copy_bytes_per_s(layout.gpus))

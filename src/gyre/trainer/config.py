@@ -3,13 +3,15 @@ Out: frozen sections. Callers: runconfig, planner, trainer. No torch here."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from gyre.core.config import Section
 from gyre.core.errors import ConfigError
 from gyre.core.records import Checkpointing, Matmul, Moments
+
+Decay = Annotated[float, Field(ge=0.0, lt=1.0)]  # at 1 a moment keeps nothing of the gradient and has no mean
 
 
 class TrainerConfig(Section):
@@ -27,8 +29,8 @@ class TrainerConfig(Section):
     """Loop steps over which the learning rate rises linearly from 1/warmup_steps of the peak."""
     final_learning_rate_fraction: float = Field(default=0.0, ge=0.0, le=1.0)
     """What part of the peak is left at the last step of a cosine or linear schedule."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW's decay rates of the first and second moment."""
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
+    """AdamW's decay rates of the first and second moment, each 0 or more and less than 1."""
     eps: float = Field(default=1e-8, gt=0.0)
     """AdamW's term in the denominator."""
     weight_decay: float = Field(default=0.0, ge=0.0)

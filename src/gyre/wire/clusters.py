@@ -176,6 +176,7 @@ def make_job(inputs: PlanInputs, dtype: Dtype, cluster: Cluster) -> Job:
         reference_average=inputs.reference_average,
         offload_parameters=inputs.offload_parameters,
         offload_cut_bytes=inputs.offload_cut_bytes,
+        sum_gradients=inputs.sum_gradients,
     )
 
 

@@ -43,7 +43,7 @@ from gyre.rewards.score import RuleScorer
 from gyre.runconfig import INVARIANT_HINT, INVARIANT_REFUSAL, RunConfig
 from gyre.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from gyre.weights.gather import ShardSource
-from gyre.wire.stages import Stage, trains_invariant
+from gyre.wire.stages import Stage, reward_folder, trains_invariant
 
 Emit = Callable[..., None]
 DTYPES: Mapping[Dtype, torch.dtype] = MappingProxyType(
@@ -204,7 +204,7 @@ def refuse_reward_model(folder: Path) -> None:
 
 def find_reward_model(path: str, policy: Policy | Facts) -> Path:
     """A folder that objective rm exported; it must read the policy's own token ids."""
-    folder = find_folder(Path(path) / "export" if (Path(path) / "export").is_dir() else path)
+    folder = reward_folder(path)
     if load_tokenizer(folder).fingerprint != policy.tokenizer.fingerprint:
         raise InputError(
             f"the reward model in {path} has another tokenizer than the policy",

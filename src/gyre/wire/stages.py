@@ -18,7 +18,8 @@ from gyre.data.config import DataConfig
 from gyre.data.examples import load_examples
 from gyre.data.pairs import load_pairs
 from gyre.data.sources import PairSource, PromptSet, ShuffledSource, load_prompts
-from gyre.models.spec import ModelSpec
+from gyre.models.hub_files import CONFIG_FILE, find_folder, read_json
+from gyre.models.spec import ModelSpec, spec_from_hub_config
 from gyre.objectives.config import (
     AnyObjective,
     SftConfig,
@@ -283,7 +284,7 @@ def read_inputs(
         epochs_per_batch=stage.trainer.epochs_per_batch,
         critic=needs_critic(stage.objective),
         reference=needs_reference(stage.objective) and stage.trainer.reference == "initial",
-        reward_model=model if config.rewards.model_part() and stage.name == MAIN else None,
+        reward_model=reward_numbers(config) if stage.name == MAIN else None,
         device=None if config.run.device == "auto" else config.run.device,
         dtype=dtype,
         threads=config.run.threads or None,
@@ -301,7 +302,22 @@ def read_inputs(
         leave=memory.leave,
         snapshot_background=config.snapshot.background,
         reference_average=bool(stage.trainer.reference_moving_average),
+        sum_gradients=config.parallel.sum_gradients,
     )
+
+
+def reward_numbers(config: RunConfig) -> ModelNumbers | None:
+    """Of the model that scores answers, from its own folder: it reads the policy's tokens and may be of any size."""
+    part = config.rewards.model_part()
+    if part is None:
+        return None
+    return model_numbers(spec_from_hub_config(read_json(reward_folder(part.path) / CONFIG_FILE)))
+
+
+def reward_folder(path: str) -> Path:
+    """Of a run that trained a reward model, its export; or the folder of the model itself."""
+    exported = Path(path) / "export"
+    return find_folder(exported if exported.is_dir() else path)
 
 
 def cut_hardware(hardware: Hardware, share: int) -> Hardware:
