@@ -4,7 +4,8 @@ communication, time by part, row by row as they come.
 Run: python bench/train_ranks.py --gpus 4 --rows 8b:none:same:8192 4b:selective:same:65536:grpo --record
 
 A row is SHAPE:CHECKPOINTING:MATMUL:TOKENS, TOKENS of a chunk of each rank, and then any of: sft (as without) or grpo,
-zero=0 to 3 (without: 3), sequence=TOKENS (all in one), chunks=N of an update (one), layers=N (all that the shape has).
+zero=0 to 3 (without: 3), sequence=TOKENS (all in one), chunks=N of an update (one), layers=N (all that the shape has),
+sum=update (chunk): when gradients are summed; once per update they travel in float32, also those of one chunk.
 A row that fails or is late loses no other. With --device cpu and the shape "tiny" everything runs over gloo, which
 shows only that it runs.
 
@@ -39,7 +40,7 @@ from gyre.models.decoder import Decoder
 from gyre.models.flops import forward_flops
 from gyre.models.spec import ModelSpec
 from gyre.objectives.config import AnyObjective, GrpoConfig, SftConfig
-from gyre.parallel.config import ParallelConfig, Zero
+from gyre.parallel.config import ParallelConfig, SumGradients, Zero
 from gyre.parallel.group import Group
 from gyre.planner.hardware import saving_on_cpu, saving_on_cuda
 from gyre.planner.layouts import Layout
@@ -81,6 +82,7 @@ class Row(Section):
     sequence: int = Field(default=0, ge=0)  # tokens of each; 0: all in one
     chunks: int = Field(default=1, ge=1)  # of each rank in an update
     layers: int = Field(default=0, ge=0)  # 0: all
+    sum: SumGradients = "chunk"
 
     @property
     def spec(self) -> ModelSpec:
@@ -104,6 +106,7 @@ class Row(Section):
         parts = [self.shape.replace(".", "_"), self.tokens, self.checkpointing, self.matmul, self.objective]
         parts += [f"zero{self.zero}"] + ([f"by{self.sequence}"] if self.sequence else [])
         parts += [f"{self.chunks}chunks"] if self.chunks > 1 else []
+        parts += ["summed_once"] if self.sum == "update" else []
         return "_".join(str(part) for part in parts + ([f"{self.layers}layers"] if self.layers else []))
 
 
@@ -260,7 +263,7 @@ def make_trainer(group: Group, row: Row, events: list, decoder: Decoder | None =
         seed=0,
         weights=Drawn(row.spec),
         group=group,
-        parallel=ParallelConfig(zero=row.zero),
+        parallel=ParallelConfig(zero=row.zero, sum_gradients=row.sum),
     )
 
 
@@ -312,6 +315,7 @@ def predicted_gib(row: Row, group: Group) -> dict[str, float]:
     layout = Layout(
         gpus=group.size,
         zero=row.zero,
+        sum_gradients=row.sum,
         shard_ranks=group.size if row.zero else 1,
         checkpointing=row.checkpointing,
         tokens_per_chunk=row.tokens,
