@@ -346,7 +346,8 @@ def test_this_machine_can_be_planned_for(tmp_path: Path) -> None:
 
 
 def test_a_model_that_does_not_fit_is_offered_the_least_offloading_that_does() -> None:
-    """Activations are small here: what is in the way are 16 bytes per parameter."""
+    """Activations are small here: what is in the way are 16 bytes per parameter, but for the first case, where keeping
+    less of a layer is enough too."""
     inputs = ask(online=False, reference=False, prompts_per_step=1, completions_per_prompt=1, dtype="float32")
     tight = replace(inputs, offload_cut_bytes=1 << 16, host_budget_bytes=1 << 30)
     train = make_plan(tight, LAPTOP).working["train"]
@@ -355,7 +356,9 @@ def test_a_model_that_does_not_fit_is_offered_the_least_offloading_that_does() -
         small = replace(tight, device_budget_bytes=train + bytes_per_parameter * MODEL.num_parameters + MIB)
         with pytest.raises(MemoryBudgetError) as caught:
             make_plan(small, LAPTOP)
-        offers.append("; it fits with ".join(caught.value.hint.split("; it fits with ")[1:]))
+        fits, _, _ = caught.value.hint.rpartition("; else ")
+        offers.append(fits.removeprefix("what fits: "))
+        assert not re.search(r"tokens_per_chunk|zero", offers[-1]), "one sequence, one rank"
         if not offers[-1]:
             continue
         away = ("actor",) if "parameters" in offers[-1] else ()
@@ -367,7 +370,7 @@ def test_a_model_that_does_not_fit_is_offered_the_least_offloading_that_does() -
         assert "actor.optimizer" not in train_phase.device and "actor.staging" in train_phase.device
         assert "(host)" in explain(plan)
     assert offers == [
-        'trainer.offload_optimizer = "host"',
+        'trainer.checkpointing = "selective"; or trainer.offload_optimizer = "host"',
         'trainer.offload_optimizer = "host" and trainer.offload_gradients = true',
         'trainer.offload_optimizer = "host", trainer.offload_gradients = true and trainer.offload_parameters = ["actor"]',
         "",

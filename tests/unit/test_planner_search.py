@@ -101,6 +101,7 @@ def test_a_refusal_names_the_setting_that_was_in_the_way() -> None:
     chunk = int(re.findall(r"tokens_per_chunk = (\d+) instead of 131072", error.hint)[0])
     assert choose(job, cluster(8), Fixed(tokens_per_chunk=chunk, checkpointing="none")).best.fits
     assert "checkpointing = 'selective' instead of 'none'" in error.hint
+    assert error.hint.index("checkpointing =") < error.hint.index("tokens_per_chunk ="), "the cheapest first"
 
 
 def test_a_refusal_names_the_residency_that_was_in_the_way() -> None:

@@ -342,12 +342,17 @@ def test_next_use_goes_round_the_ring() -> None:
 
 
 def test_refusal_names_components_budget_and_setting() -> None:
+    ledger = colocated(device_bytes=70, working={"train": 5})
     with pytest.raises(MemoryBudgetError) as refusal:
-        plan_phase(colocated(device_bytes=70, working={"train": 5}), "train")
+        plan_phase(ledger, "train")
     assert "actor.optimizer 40 B, actor.grads 20 B, actor.params 10 B" in refusal.value.message
     assert "5 B of working memory" in refusal.value.message
     assert "the budget is 70 B, 5 B too little" in refusal.value.message
     assert "memory.device_budget_bytes to at least 75" in refusal.value.hint
+    small = replace(ledger, budgets=replace(ledger.budgets, device_total_bytes=74))
+    with pytest.raises(MemoryBudgetError) as refusal:
+        plan_phase(small, "train")
+    assert "device_budget_bytes" not in refusal.value.hint and "which has 74 B in all" in refusal.value.hint
 
 
 def test_resident_that_does_not_fit_points_to_spill() -> None:

@@ -6,14 +6,13 @@ would fit. Callers: `wire`, `gyre plan`. The phases are worked out by the same l
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from gyre.core.errors import ConfigError, MemoryBudgetError
 from gyre.core.records import Phase
 from gyre.engine.config import PAGE_TOKENS
-from gyre.planner.layouts import Offload
+from gyre.planner.lighter import lighter
 from gyre.planner.memory import kv_bytes_per_page, predict_components, staging_bytes, working_bytes
 from gyre.planner.plan import (
     ComponentPlan,
@@ -24,16 +23,16 @@ from gyre.planner.plan import (
     Plan,
     PlanInputs,
     Saving,
-    Shards,
     Sizes,
     best_dtype,
 )
 from gyre.planner.ring import walk_ring, walk_start
 from gyre.planner.sizes import check_lengths, derive, longest_sequence
+from gyre.planner.ways import join_ways, ways_out
 from gyre.vram.config import Residency
 from gyre.vram.entries import STAGING_BYTES, Budgets
 from gyre.vram.phases import RING
-from gyre.vram.refusals import words
+from gyre.vram.refusals import advise_device, words
 
 MOST_RUNNING = {"cpu": 256, "cuda": 512}
 PREFERRED_CHUNK = {"cpu": 8192, "cuda": 16384}  # tokens; larger ones gain little speed and cost memory
@@ -171,7 +170,11 @@ def _budgets(inputs: PlanInputs, hardware: Hardware, device: DeviceKind, reasons
             )
     staging = STAGING_BYTES if device == "cuda" else 0
     return Budgets(
-        device_bytes=sizes["device"], host_bytes=sizes["host"], disk_bytes=sizes["disk"], staging_bytes=staging
+        device_bytes=sizes["device"],
+        host_bytes=sizes["host"],
+        disk_bytes=sizes["disk"],
+        staging_bytes=staging,
+        device_total_bytes=hardware.device_total_bytes if device == hardware.device else hardware.host_total_bytes,
     )
 
 
@@ -188,50 +191,21 @@ def _snapshot_bytes(inputs: PlanInputs, device: DeviceKind) -> int:
 
 
 def _fit_or_refuse(inputs: PlanInputs, base: _Base, per_update: int) -> _Trial:
-    """MemoryBudgetError with, where there is one, the least offloading under which it would fit."""
+    """MemoryBudgetError with the changes of settings, each alone, under which it would fit."""
+
+    def judge(changed: PlanInputs) -> _Trial | None:
+        try:
+            return _first_that_fits(changed, base, per_update)
+        except MemoryBudgetError:
+            return None
+
     try:
         return _first_that_fits(inputs, base, per_update)
     except MemoryBudgetError as error:
-        for words_, changed in _more_offloading(inputs):
-            try:
-                _first_that_fits(changed, base, per_update)
-            except MemoryBudgetError:
-                continue
-            raise MemoryBudgetError(error.message, hint=f"{error.hint}; it fits with {words_}") from error
-        raise
-
-
-def _more_offloading(inputs: PlanInputs) -> Iterator[tuple[str, PlanInputs]]:
-    """What could be offloaded beside what is, the least first."""
-    places: tuple[Offload, ...] = ("none", "host", "disk") if inputs.disk_tier else ("none", "host")
-    for place in places[places.index(inputs.offload_optimizer) :]:
-        for gradients in (False, True):
-            changed = replace(inputs, offload_optimizer=place, offload_gradients=gradients or inputs.offload_gradients)
-            if changed == inputs or (place == "none" and gradients):
-                continue
-            also = " and trainer.offload_gradients = true" if changed.offload_gradients else ""
-            yield f'trainer.offload_optimizer = "{place}"{also}', changed
-    yield from _weights_offloaded(inputs, places)
-
-
-def _weights_offloaded(inputs: PlanInputs, places: Sequence[Offload]) -> Iterator[tuple[str, PlanInputs]]:
-    """Weights too, of the models that may: of those that are not trained, then of all, with all other state."""
-    may = {
-        "actor": not inputs.online,
-        "critic": inputs.critic,
-        "reference": inputs.reference and not inputs.reference_average and not inputs.batch_invariant,
-        "reward": inputs.reward_model is not None,
-    }
-    chosen = set(inputs.offload_parameters)
-    every = [name for name in may if name in chosen or (may[name] and inputs.shards.get(name, Shards()).zero < 2)]
-    frozen = [name for name in every if name in chosen or name in ("reference", "reward")]
-    if len(frozen) > len(chosen):
-        changed = replace(inputs, offload_parameters=tuple(frozen))
-        yield f"trainer.offload_parameters = {json.dumps(frozen)}", changed
-    for place in places[max(1, places.index(inputs.offload_optimizer)) :] if len(every) > len(frozen) else ():
-        all_else = f'trainer.offload_optimizer = "{place}", trainer.offload_gradients = true'
-        changed = replace(inputs, offload_optimizer=place, offload_gradients=True, offload_parameters=tuple(every))
-        yield f"{all_else} and trainer.offload_parameters = {json.dumps(every)}", changed
+        ways = list(ways_out(lighter(inputs), judge))
+        if not ways:
+            raise
+        raise MemoryBudgetError(error.message, hint=f"{join_ways(ways)}; else {error.hint}") from error
 
 
 def _first_that_fits(inputs: PlanInputs, base: _Base, per_update: int) -> _Trial:
@@ -297,8 +271,7 @@ def _start_that_fits(components: Sequence[ComponentPlan], first: PhasePlan, budg
         raise MemoryBudgetError(
             f"a stage cannot begin in {words(budgets.device_bytes)} of the device: its models need "
             f"{words(start.peak_device_bytes)} while they are made, one after the other",
-            hint=f"raise memory.device_budget_bytes by {start.peak_device_bytes - budgets.device_bytes}, "
-            "or set memory.residency = 'phase'",
+            hint=f"{advise_device(budgets, start.peak_device_bytes)}, or set memory.residency = 'phase'",
         )
     return start
 

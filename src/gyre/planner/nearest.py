@@ -13,10 +13,12 @@ from gyre.core.errors import MemoryBudgetError
 from gyre.planner.candidates import Candidate, Cluster, Fixed, in_order, judge, layouts
 from gyre.planner.gpus import GPUS
 from gyre.planner.moments import Job
+from gyre.planner.ways import CHEAPEST_FIRST, Way, join_ways, ways_out
 from gyre.vram.refusals import words
 
 MOST_GPUS = 4096  # that a refusal proposes
 STEP_TOKENS = 256  # to which the longest sequence that fits is told
+_Way = Way[tuple[Cluster, Fixed], Candidate]
 
 
 def refusal_of(job: Job, cluster: Cluster, fixed: Fixed, judged: Sequence[Candidate]) -> MemoryBudgetError:
@@ -34,43 +36,55 @@ def refusal_of(job: Job, cluster: Cluster, fixed: Fixed, judged: Sequence[Candid
             f"{nearest.host_bytes} bytes of host memory per GPU, budget {cluster.host_budget_bytes}: "
             f"{nearest.short_host_bytes} bytes too little"
         )
-    ways = list(_ways_out(job, cluster, fixed))
+    ways = list(ways_out(_kinds(cluster, fixed), lambda asked: _best_of(job, *asked)))
+    if (tokens := _longest_that_fits(job, cluster, fixed)) >= STEP_TOKENS:
+        ways.append(f"sequences of at most {tokens} tokens instead of {job.longest}")
     return MemoryBudgetError(
         f"the model does not fit on {cluster.gpus} × {cluster.gpu.name}; the layout that comes nearest "
         f"({nearest.layout.words()}) needs {' and '.join(short)}",
-        hint="what fits: " + "; or ".join(ways)
+        hint=join_ways(ways)
         if ways
         else "no number of these GPUs holds one layer of it: shorten the sequences or take a smaller model",
     )
 
 
-def _ways_out(job: Job, cluster: Cluster, fixed: Fixed) -> Iterator[str]:
-    """Settings that fit, each changed alone, the smallest change first."""
-    for name, value in fixed.given().items():
-        opened = replace(fixed, **{name: None})
-        if name == "shard_ranks":
-            continue
-        if name == "zero":
-            opened = replace(opened, shard_ranks=None)
-        if found := _best_of(job, cluster, opened):
-            instead = found.residency if name == "residency" else getattr(found.layout, name)
-            yield f"{name} = {instead!r} instead of {value!r} ({found.layout.words()})"
+def _kinds(cluster: Cluster, fixed: Fixed) -> Iterator[Iterator[_Way]]:
+    """Each setting that was given, opened alone; then more GPUs, then larger ones."""
+    given = fixed.given()
+    for name in CHEAPEST_FIRST:
+        if name in given:
+            yield iter([_opened(cluster, fixed, name, given[name])])
+    yield _more_gpus(cluster, fixed)
+    yield _larger_gpus(cluster, fixed)
+
+
+def _opened(cluster: Cluster, fixed: Fixed, name: str, value: object) -> _Way:
+    opened = replace(fixed, **{name: None})
+    if name == "zero":
+        opened = replace(opened, shard_ranks=None)
+
+    def say(found: Candidate) -> str:
+        instead = found.residency if name == "residency" else getattr(found.layout, name)
+        return f"{name} = {instead!r} instead of {value!r} ({found.layout.words()})"
+
+    return Way(asked=(cluster, opened), words=say)
+
+
+def _more_gpus(cluster: Cluster, fixed: Fixed) -> Iterator[_Way]:
     gpus = cluster.gpus
+    opened = replace(fixed, shard_ranks=None, zero=None if gpus == 1 else fixed.zero)
     while (gpus := 2 * gpus) <= MOST_GPUS:
         more = replace(cluster, gpus=gpus, host_bytes=_host_of(cluster, gpus))
-        opened = replace(fixed, shard_ranks=None, zero=None if cluster.gpus == 1 else fixed.zero)
-        if found := _best_of(job, more, opened):
-            yield f"{gpus} GPUs ({found.layout.words()})"
-            break
-    larger = sorted(
-        (g for g in GPUS.values() if g.device_bytes > cluster.gpu.device_bytes), key=lambda g: g.device_bytes
-    )
-    for gpu in larger:
-        if found := _best_of(job, replace(cluster, gpu=gpu), fixed):
-            yield f"{cluster.gpus} × {gpu.name} ({found.layout.words()})"
-            break
-    if (tokens := _longest_that_fits(job, cluster, fixed)) >= STEP_TOKENS:
-        yield f"sequences of at most {tokens} tokens instead of {job.longest}"
+        yield Way(asked=(more, opened), words=lambda found, gpus=gpus: f"{gpus} GPUs ({found.layout.words()})")
+
+
+def _larger_gpus(cluster: Cluster, fixed: Fixed) -> Iterator[_Way]:
+    larger = [gpu for gpu in GPUS.values() if gpu.device_bytes > cluster.gpu.device_bytes]
+    for gpu in sorted(larger, key=lambda gpu: gpu.device_bytes):
+        yield Way(
+            asked=(replace(cluster, gpu=gpu), fixed),
+            words=lambda found, name=gpu.name: f"{cluster.gpus} × {name} ({found.layout.words()})",
+        )
 
 
 def _host_of(cluster: Cluster, gpus: int) -> int | None:

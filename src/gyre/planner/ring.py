@@ -15,7 +15,7 @@ from gyre.vram.config import Residency
 from gyre.vram.entries import Budgets, Entry, Ledger, MovePlan
 from gyre.vram.ledger import apply_plan, keep_pages, plan_phase
 from gyre.vram.phases import Need, default_needs, match_name
-from gyre.vram.refusals import words
+from gyre.vram.refusals import holds, words
 
 MADE_IN_TURN = ("reference", "critic", "actor", "reward", "engine")  # owners, as the trainer and wire.device make them
 
@@ -91,12 +91,15 @@ def place_at_start(components: Sequence[ComponentPlan], budgets: Budgets) -> tup
         choices: tuple[Tier, ...] = ("device", *component.leave) if on_device else component.tiers[:1]
         fitting: list[Tier] = [tier for tier in choices if component.size_bytes <= left[tier]]
         if not fitting:
+            short = component.size_bytes - left[choices[-1]]
+            larger = f"raise memory.{choices[-1]}_budget_bytes by {short}, or "
+            if choices[-1] == "device" and not holds(budgets, budgets.device_bytes + short):
+                larger = ""
             free = ", ".join(f"{tier} {words(size)}" for tier, size in left.items() if tier != "none")
             raise MemoryBudgetError(
                 f"there is no room for {component.name} ({words(component.size_bytes)}) on {' or '.join(choices)} "
                 f"beside what is there already; still free: {free}",
-                hint=f"raise memory.{choices[-1]}_budget_bytes by {component.size_bytes - left[choices[-1]]}, "
-                "or set memory.disk_folder",
+                hint=f"{larger}set memory.disk_folder",
             )
         left[fitting[0]] -= component.size_bytes
         need = match_name(default_needs(shared_weights=False), component.name)

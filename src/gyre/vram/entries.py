@@ -45,6 +45,7 @@ class Budgets:
     host_bytes: int
     disk_bytes: int
     staging_bytes: int = 0  # STAGING_BYTES on a GPU; a CPU needs none
+    device_total_bytes: int | None = None  # beyond which no budget makes sense; None: not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

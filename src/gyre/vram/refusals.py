@@ -1,6 +1,7 @@
 """Refusals: the words of each "does not fit". In: the ledger and what was asked. Out: MemoryBudgetError, always.
 
-Each names the components with their bytes, the budget, and the nearest setting that fits. Callers: ledger, manager.
+Each names the components with their bytes, the budget, and the nearest setting that fits. Callers: ledger, manager, the
+planner.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import NoReturn
 
 from gyre.core.errors import MemoryBudgetError
 from gyre.core.records import Phase, Tier
-from gyre.vram.entries import Entry, Ledger, Point
+from gyre.vram.entries import Budgets, Entry, Ledger, Point
 
 
 def words(size_bytes: int) -> str:
@@ -28,6 +29,18 @@ def name_sizes(entries: Sequence[Entry]) -> str:
     return ", ".join(f"{entry.name} {words(entry.size_bytes)}" for entry in largest_first) or "no components"
 
 
+def holds(budgets: Budgets, device_bytes: int) -> bool:
+    """Whether the device itself is that large, as far as is known."""
+    return budgets.device_total_bytes is None or device_bytes <= budgets.device_total_bytes
+
+
+def advise_device(budgets: Budgets, needed_bytes: int) -> str:
+    """What to do where the device's budget is too small for `needed_bytes`."""
+    if holds(budgets, needed_bytes):
+        return f"set memory.device_budget_bytes to at least {needed_bytes}"
+    return f"ask less of the device, which has {words(budgets.device_total_bytes or 0)} in all"
+
+
 def refuse_device(
     ledger: Ledger, phase: Phase, *, needed: Sequence[Entry], staying: Sequence[Entry], short_bytes: int
 ) -> NoReturn:
@@ -38,9 +51,11 @@ def refuse_device(
     if staying:
         text += f", beside what stays there: {name_sizes(staying)}"
     text += f"; the budget is {words(budget)}, {words(short_bytes)} too little"
-    hint = f"set memory.device_budget_bytes to at least {budget + short_bytes}, or lower the sizes that the phase needs"
+    needed_bytes = budget + short_bytes
+    hint = f"{advise_device(ledger.budgets, needed_bytes)}, or lower the sizes that the phase needs"
     if ledger.residency == "resident" and short_bytes <= sum(entry.size_bytes for entry in staying if entry.leave):
-        hint = f'set memory.residency = "spill", which fits, or memory.device_budget_bytes = {budget + short_bytes}'
+        larger = f", or memory.device_budget_bytes = {needed_bytes}" if holds(ledger.budgets, needed_bytes) else ""
+        hint = f'set memory.residency = "spill", which fits{larger}'
     raise MemoryBudgetError(text, hint=hint)
 
 
@@ -73,9 +88,10 @@ def refuse_moves(
         for tier in ("device", "host", "disk")
     )
     keys = " and ".join(f"memory.{key.removesuffix('_bytes')}_budget_bytes = {size}" for key, size in nearest.items())
+    raised = f"set {keys}, or " if holds(ledger.budgets, nearest.get("device_bytes", 0)) else ""
     raise MemoryBudgetError(
         f"{what}: no order of these moves stays within the budgets: {moves}; held now: {state}",
-        hint=f"set {keys}, or let a component leave another way (memory.leave, memory.disk_folder)",
+        hint=f"{raised}let a component leave another way (memory.leave, memory.disk_folder)",
     )
 
 
