@@ -226,7 +226,8 @@ def head_parameters(model: ModelNumbers) -> int:
 
 def layer_group_bytes(model: ModelNumbers, dtype: Dtype, layout: Layout, matmul: Matmul = "same") -> int:
     """What FSDP2 needs around the layer whose backward pass runs: its weights and the next one's, gathered (ZeRO-3);
-    its gradients in the compute dtype; the float32 buffer that is reduced."""
+    its gradients in the compute dtype; and four bytes per parameter for their way: what is sent and what comes, in a
+    16-bit dtype, or one float32 buffer that is reduced."""
     if layout.zero < 2:
         return 0
     item, count = ITEM_BYTES[dtype], model.layer_parameters
