@@ -9,9 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from gyre.kernels import reference
-from gyre.kernels.logprobs import token_logprobs
+from gyre.kernels.logprobs import BLOCK_LOGITS, token_logprobs
 
 
 def make_case(rows: int, vocab: int, seed: int, *, size: float = 1.0, dtype: torch.dtype = torch.float64):
@@ -110,3 +112,30 @@ def test_the_only_allowed_token_has_probability_one_and_no_gradient() -> None:
     logprobs.sum().backward()
     assert torch.equal(logprobs.detach(), torch.zeros(3)) and torch.equal(entropy, torch.zeros(3))
     assert not hidden.grad.any() and not weight.grad.any()
+
+
+class Largest(TorchDispatchMode):
+    """Numbers of the largest tensor that an operation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        made = [
+            leaf.untyped_storage().nbytes() // leaf.itemsize for leaf in tree_leaves(found) if isinstance(leaf, Tensor)
+        ]
+        self.numbers = max(self.numbers, *made, 0)
+        return found
+
+
+def test_logits_of_a_large_vocabulary_never_exist_whole() -> None:
+    rows, vocab = 200, 3 * BLOCK_LOGITS // 200
+    hidden, weight, targets, temperatures = make_case(rows, vocab, 0, dtype=torch.float32)
+    with Largest() as seen:
+        logprobs_N, _ = token_logprobs(hidden, weight, targets, temperatures)
+    assert max(weight.numel(), BLOCK_LOGITS // 2) < seen.numbers <= BLOCK_LOGITS < rows * vocab
+    with Largest() as seen:
+        torch.autograd.backward(logprobs_N, torch.ones(rows))
+    assert seen.numbers <= BLOCK_LOGITS and weight.grad is not None and bool(weight.grad.any())

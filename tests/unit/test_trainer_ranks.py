@@ -101,7 +101,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_update_on_all(ranks
         assert same
 
 
-@pytest.mark.parametrize("layout", ["zero1", "zero2", "zero3", "hybrid1", "hybrid3"])
+@pytest.mark.parametrize("layout", ["zero1", "zero2", "zero3", "hybrid1", "hybrid2", "hybrid3"])
 def test_training_equals_one_process(ranks, layout):
     """Two epochs of three updates, twice: reports are the same on every rank, weights and moments as alone."""
     settings = {"epochs_per_batch": 2, "sequences_per_update": 4, "weight_decay": 0.1, "reference_moving_average": 0.5}
@@ -395,7 +395,7 @@ def test_an_export_streams_from_the_shards(ranks, tmp_path):
 
 # What the plan and the metrics say of ranks ------------------------------------------------------------------------------
 
-PLANNED = ("zero0", "zero1", "zero2", "zero3", "hybrid1", "hybrid3")
+PLANNED = ("zero0", "zero1", "zero2", "zero3", "hybrid1", "hybrid2", "hybrid3")
 
 
 def planned_layout(name: str, *, ranks: int = 4) -> Layout:

@@ -49,6 +49,7 @@ LAYOUTS = {
     "zero3": ParallelConfig(zero=3),
     "zero3_once": ParallelConfig(zero=3, sum_gradients="update"),
     "hybrid1": ParallelConfig(zero=1, shard_ranks=2),
+    "hybrid2": ParallelConfig(zero=2, shard_ranks=2),
     "hybrid3": ParallelConfig(zero=3, shard_ranks=2),
     "hybrid3_once": ParallelConfig(zero=3, shard_ranks=2, sum_gradients="update"),
     "mixed": ParallelConfig.model_validate(
