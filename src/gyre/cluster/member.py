@@ -15,11 +15,9 @@ from typing import Any, Literal
 
 from gyre.cluster.pulse import Pulse
 from gyre.cluster.seats import POLL_S, News
-from gyre.cluster.waiting import LOSSES, arrive, ask
+from gyre.cluster.waiting import arrive, ask, read_stacks
 from gyre.core.contracts import WorkerHandle
 from gyre.core.records import Request
-
-STACKS_S = 5.0
 
 
 class Member:
@@ -90,10 +88,6 @@ class Member:
             self._on_news(self, news)
             pulse.observe({self.name: news.progress}, time.monotonic())
             if self.unanswered and pulse.stalled(time.monotonic(), self._hang_s):
-                self._on_lost(self, f"no progress of the engine for {self._hang_s:g} s\n{await self._stacks()}")
-
-    async def _stacks(self) -> str:
-        try:
-            return await arrive(self.handle.look("stacks"), self.handle, "stacks", STACKS_S)
-        except LOSSES as error:
-            return f"no stacks: {error}"
+                self._on_lost(
+                    self, f"no progress of the engine for {self._hang_s:g} s\n{await read_stacks(self.handle)}"
+                )

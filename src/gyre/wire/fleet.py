@@ -19,8 +19,9 @@ from gyre.cluster.gate import ClusterGate
 from gyre.cluster.host import WorkerFault
 from gyre.cluster.pool import EnginePool, PoolSettings
 from gyre.cluster.ray_cluster import RayCluster
-from gyre.cluster.trainers import GRACE_S, HINT, TrainerGroup
+from gyre.cluster.trainers import GRACE_S, TrainerGroup
 from gyre.cluster.waiting import ask
+from gyre.cluster.watchdog import HINT, Patience
 from gyre.core.contracts import WorkerHandle
 from gyre.core.errors import ConfigError, RankError, WorkerLate
 from gyre.core.records import RoleSpec
@@ -124,7 +125,7 @@ class Spread:
         return facts
 
     async def look_through(self, path: Path) -> list[Fault]:
-        asked = [ask(h, "look_through", str(path.absolute()), deadline_s=self._patience_s) for h in self._handles]
+        asked = [ask(h, "look_through", str(path.absolute()), deadline_s=self._patience.seconds) for h in self._handles]
         return [fault for faults in await _all_or_first_error(asked) for fault in faults]
 
     async def begin(self, stage: Stage, plan: Plan, *, version: int, found: Snapshot | None) -> Placed:
@@ -138,7 +139,7 @@ class Spread:
         )
         snapshot = "" if found is None else str(found.path.absolute())
         begun = (stage.name, plan.to_json(), version, snapshot)
-        versions = await group.run(f"start of stage {stage.name}", "begin", *begun, patience_s=self._patience_s)
+        versions = await group.run(f"start of stage {stage.name}", "begin", *begun, patience=self._patience)
         group.version = versions[0]
         if plan.kv_pages > 0:
             self._pool = await self._make_pool(group.version)
@@ -146,13 +147,14 @@ class Spread:
             self._handles,
             emit=self._emit,
             deadline_s=self._settings.call_deadline_s,
+            hang_s=self._settings.hang_s,
             engines=self._engines_alone,
             on_lost=self._lose_engine,
         )
         return Placed(
             trainer=group,
             gate=gate,
-            snapshots=SpreadSnapshots(group, patience_s=self._patience_s),
+            snapshots=SpreadSnapshots(group, patience=self._patience),
             engine=self._pool,
             lifecycle=self._pool,
             version=lambda: group.version,
@@ -166,14 +168,14 @@ class Spread:
             await pool.close()
         if failed or self._group is None:
             return
-        await self._group.run("end of the stage", "end", last, patience_s=self._patience_s)
+        await self._group.run("end of the stage", "end", last, patience=self._patience)
         for handle in alone:
             await self._fleet.cluster.stop(handle)
 
     async def export(self, folder: Path, tokenizer_files: Path) -> None:
         where = (str(folder.absolute()), str(tokenizer_files.absolute()))
         assert self._group is not None
-        await self._group.run("export", "export", *where, patience_s=self._patience_s)
+        await self._group.run("export", "export", *where, patience=self._patience)
 
     async def close(self) -> None:
         """End the workers of this attempt."""
@@ -183,9 +185,11 @@ class Spread:
         self._store = None
 
     @property
-    def _patience_s(self) -> float:
+    def _patience(self) -> Patience:
         """For calls that write or read a snapshot or an export."""
-        return max(self._settings.call_deadline_s, self._config.snapshot.deadline_s)
+        calls = Patience(key="cluster.call_deadline_s", seconds=self._settings.call_deadline_s)
+        snapshots = Patience(key="snapshot.deadline_s", seconds=self._config.snapshot.deadline_s)
+        return max(calls, snapshots, key=lambda patience: patience.seconds)
 
     def _engines_alone(self) -> list[WorkerHandle]:
         """Workers with an engine and no rank that are there now."""
@@ -261,11 +265,11 @@ class Spread:
 class SpreadSnapshots:
     """SnapshotPort: every rank writes its part, to a disk that all nodes see."""
 
-    def __init__(self, group: TrainerGroup, *, patience_s: float) -> None:
-        self._group, self._patience_s = group, patience_s
+    def __init__(self, group: TrainerGroup, *, patience: Patience) -> None:
+        self._group, self._patience = group, patience
 
     async def save(self, *, step: int, state: Mapping[str, Any], blobs: Mapping[str, bytes]) -> None:
-        await self._group.run(f"snapshot of step {step}", "save", step, state, blobs, patience_s=self._patience_s)
+        await self._group.run(f"snapshot of step {step}", "save", step, state, blobs, patience=self._patience)
 
 
 async def _all_or_first_error(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
