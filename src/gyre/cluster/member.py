@@ -54,7 +54,7 @@ class Member:
         task.add_done_callback(self._tasks.discard)
 
     async def ask(self, method: str, *args: Any, deadline_s: float | None = None) -> Any:
-        return await ask(self.handle, method, *args, deadline_s=deadline_s or self._deadline_s)
+        return await ask(self.handle, method, *args, deadline_s=deadline_s or self._deadline_s, stacks=True)
 
     def lose(self) -> None:
         """From here on nothing is expected of it."""
@@ -81,7 +81,7 @@ class Member:
         pulse = Pulse((self.name,), time.monotonic())
         while self.unanswered and self.state != "lost":
             try:
-                news = await ask(self.handle, "engine.poll", deadline_s=POLL_S + self._hang_s)
+                news = await ask(self.handle, "engine.poll", deadline_s=POLL_S + self._hang_s, stacks=True)
             except Exception as error:  # noqa: BLE001  whatever it was, what it had to tell is not known any more
                 self._on_lost(self, str(error))
                 return
