@@ -228,8 +228,9 @@ def test_a_worker_has_the_environment_and_the_devices_that_were_asked_for(cluste
     async def main() -> None:
         handle = await cluster.start(spec("environed"))
         assert await ask(handle, "environment", "GYRE_SAID", deadline_s=20) == "environed"
-        with pytest.raises(DeadlineError, match=r"9 of 0 GPUs"):
+        with pytest.raises(DeadlineError, match=r"9 of 0 GPUs") as late:
             await cluster.start(spec("greedy", gpus=9.0, deadline_s=2.0))
+        assert "cluster.start_deadline_s" in late.value.hint
         await cluster.stop(handle)
 
     go(main)

@@ -21,6 +21,7 @@ from gyre.cluster.gate import ClusterGate
 from gyre.cluster.local import LocalCluster
 from gyre.cluster.trainers import TrainerGroup
 from gyre.cluster.waiting import ask
+from gyre.cluster.watchdog import Patience
 from gyre.core.errors import InputError, MemoryBudgetError, RankError, WorkerLost
 from gyre.core.records import RoleSpec, TrainBatch, TrainSequence
 
@@ -96,6 +97,18 @@ def test_a_hang_is_found_by_its_pulse_and_carries_all_stacks() -> None:
         assert "self._forever.wait" in hung.value.message and "== rank-1" in hung.value.message
         (told,) = [fields for kind, fields in events if kind == "rank.hung"]
         assert set(told["stacks"]) == {"rank-0", "rank-1"} and set(told["still_s"]) == {"rank-0"}
+        await cluster.close()
+
+    go(work)
+
+
+def test_the_hint_of_a_hang_names_the_limit_that_was_in_force() -> None:
+    async def work() -> None:
+        group, cluster, _ = await make("stuck_trainer", [{"stuck": True}], hang_s=45.0)
+        patience = Patience(key="snapshot.deadline_s", seconds=0.5)
+        with pytest.raises(RankError, match="snapshot of step 2 hangs") as hung:
+            await group.run("snapshot of step 2", "trainer.step", batch(1), patience=patience)
+        assert "snapshot.deadline_s = 0.5 is how long" in hung.value.hint and "hang_s" not in hung.value.hint
         await cluster.close()
 
     go(work)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from gyre.cluster.host import WorkerFault
+from gyre.cluster.watchdog import Patience
 from gyre.core.errors import ConfigError, RankError
 from gyre.wire import fleet
 from gyre.wire.fleet import Spread
@@ -80,3 +81,18 @@ def test_an_engine_that_cannot_begin_its_stage_does_not_keep_its_device(monkeypa
     with pytest.raises(WorkerFault, match="out of memory"):
         asyncio.run(Spread._start_engine(spread, "engine-0"))
     assert stopped == [handle]
+
+
+@pytest.mark.parametrize(
+    ("calls_s", "snapshots_s", "key"),
+    [
+        (300.0, 1800.0, "snapshot.deadline_s"),
+        (300.0, 60.0, "cluster.call_deadline_s"),
+    ],
+)
+def test_the_longer_of_two_limits_is_in_force_with_its_name(calls_s, snapshots_s, key) -> None:
+    spread: Any = SimpleNamespace(
+        _settings=SimpleNamespace(call_deadline_s=calls_s),
+        _config=SimpleNamespace(snapshot=SimpleNamespace(deadline_s=snapshots_s)),
+    )
+    assert Spread._patience.fget(spread) == Patience(key=key, seconds=max(calls_s, snapshots_s))  # type: ignore[attr-defined]

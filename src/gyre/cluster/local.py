@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any, Literal
 
 from gyre.cluster.host import Host, OnEvent, settle_reply
-from gyre.cluster.waiting import arrive
+from gyre.cluster.waiting import STARTS, arrive
 from gyre.core.contracts import WorkerHandle
 from gyre.core.errors import WorkerLost
 from gyre.core.records import RoleSpec
@@ -110,7 +110,7 @@ class LocalCluster:
     async def start(self, spec: RoleSpec) -> WorkerHandle:
         handle = LocalHandle(spec, self._on_event)
         try:
-            await arrive(handle.build(), handle, "build", spec.deadline_s)
+            await arrive(handle.build(), handle, "build", spec.deadline_s, key=STARTS)
         except BaseException:
             handle.kill("its builder failed")
             raise

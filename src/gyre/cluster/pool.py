@@ -25,7 +25,7 @@ from gyre.cluster.member import Member
 from gyre.cluster.seats import add_stats
 from gyre.cluster.streams import PoolStream
 from gyre.cluster.trainers import GRACE_S, VersionTensors, find_cause
-from gyre.cluster.waiting import LOSSES
+from gyre.cluster.waiting import CALLS, LOSSES
 from gyre.cluster.watchdog import Patience, Watchdog
 from gyre.core.contracts import Cluster, CommitPolicy, WorkerHandle
 from gyre.core.errors import GyreError, RankError
@@ -443,7 +443,7 @@ class EnginePool:
         calls = {member.name: task for member, task in tasks.items() if member.vital}
         if not watched or not calls:
             return
-        patience = Patience(key="cluster.call_deadline_s", seconds=self._settings.call_deadline_s)
+        patience = Patience(key=CALLS, seconds=self._settings.call_deadline_s)
         try:
             await self._watchdog.guard(watched, calls, patience)
         except RankError as error:

@@ -20,7 +20,7 @@ import psutil
 
 from gyre.cluster.config import ClusterConfig
 from gyre.cluster.host import Host, OnEvent, Reply, WorkerFault, settle_reply
-from gyre.cluster.waiting import arrive
+from gyre.cluster.waiting import STARTS, arrive
 from gyre.core.contracts import WorkerHandle
 from gyre.core.errors import ConfigError, WorkerLate, WorkerLost
 from gyre.core.records import RoleSpec
@@ -254,7 +254,7 @@ class RayCluster:
         self._handles.add(handle)
         build = handle.build()
         try:
-            await arrive(build, handle, f"build on {self._offer(spec)}", spec.deadline_s)
+            await arrive(build, handle, f"build on {self._offer(spec)}", spec.deadline_s, key=STARTS)
         except BaseException:
             await self.stop(handle)
             raise

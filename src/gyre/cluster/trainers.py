@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from gyre.cluster.seats import add_usage
-from gyre.cluster.waiting import LOSSES
+from gyre.cluster.waiting import CALLS, LOSSES
 from gyre.cluster.watchdog import HINT, LOOK_S, Patience, Watchdog
 from gyre.core.contracts import Cluster, WorkerHandle
 from gyre.core.errors import RankError, WorkerLate, WorkerLost
@@ -77,7 +77,7 @@ class TrainerGroup:
         grace_s: float = GRACE_S,
     ) -> None:
         self._cluster, self._handles, self._emit, self._grace_s = cluster, tuple(handles), emit, grace_s
-        self._calls = Patience(key="cluster.call_deadline_s", seconds=call_deadline_s)
+        self._calls = Patience(key=CALLS, seconds=call_deadline_s)
         self._watchdog = Watchdog(handles, emit=emit, hang_s=hang_s, clock=clock, look_s=look_s)
         self._failed: RankError | None = None
         self.version = version

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from gyre.cluster.pulse import Pulse
-from gyre.cluster.waiting import LOSSES, arrive, read_stacks
+from gyre.cluster.waiting import HANGS, LOSSES, arrive, read_stacks
 from gyre.core.contracts import WorkerHandle
 from gyre.core.errors import RankError
 
@@ -43,7 +43,7 @@ class Watchdog:
         look_s: float = LOOK_S,
     ) -> None:
         self._handles, self._emit, self._clock, self._look_s = tuple(handles), emit, clock, look_s
-        self.hang = Patience(key="cluster.hang_s", seconds=hang_s)
+        self.hang = Patience(key=HANGS, seconds=hang_s)
 
     async def settle(
         self,

@@ -20,7 +20,7 @@ from gyre.cluster.host import WorkerFault
 from gyre.cluster.pool import EnginePool, PoolSettings
 from gyre.cluster.ray_cluster import RayCluster
 from gyre.cluster.trainers import GRACE_S, TrainerGroup
-from gyre.cluster.waiting import ask
+from gyre.cluster.waiting import CALLS, STARTS, ask
 from gyre.cluster.watchdog import HINT, Patience
 from gyre.core.contracts import WorkerHandle
 from gyre.core.errors import ConfigError, RankError, WorkerLate
@@ -187,7 +187,7 @@ class Spread:
     @property
     def _patience(self) -> Patience:
         """For calls that write or read a snapshot or an export."""
-        calls = Patience(key="cluster.call_deadline_s", seconds=self._settings.call_deadline_s)
+        calls = Patience(key=CALLS, seconds=self._settings.call_deadline_s)
         snapshots = Patience(key="snapshot.deadline_s", seconds=self._config.snapshot.deadline_s)
         return max(calls, snapshots, key=lambda patience: patience.seconds)
 
@@ -225,7 +225,8 @@ class Spread:
         stage, plan = self._stage
         handle = await self._fleet.cluster.start(self._spec(name, None))
         try:
-            await ask(handle, "begin", stage.name, plan.to_json(), 0, "", deadline_s=self._settings.start_deadline_s)
+            limits = {"deadline_s": self._settings.start_deadline_s, "key": STARTS}
+            await ask(handle, "begin", stage.name, plan.to_json(), 0, "", **limits)
         except BaseException:  # it would keep its device
             await self._fleet.cluster.stop(handle)
             raise
