@@ -186,7 +186,7 @@ class EnginePool:
         self._version, self._published, self._offered = version, offer or self._published, None
         for member in self._present():
             if member in ready:
-                member.state, member.prepared = "up", None
+                self._join(member, version)
             elif offer is not None:
                 member.state = "fresh"
                 self._come_back(self._catch_up(member))
@@ -279,10 +279,10 @@ class EnginePool:
         self._come_back(self._restart(member))
         self._desk.route()
 
-    def _surely(self, work: Callable[..., None], *args: Any) -> None:
+    def _surely(self, work: Callable[..., None], *args: Any, **options: Any) -> None:
         """Do it. Whatever breaks it, a full disk under the events above all, every reader and caller gets that."""
         try:
-            work(*args)
+            work(*args, **options)
         except Exception as error:  # noqa: BLE001  it is raised to all of them
             self._break_off(error)
 
@@ -355,10 +355,16 @@ class EnginePool:
                 if reason:
                     self._emit("engine.waits_for_weights", engine=member.name, version=offer.version, reason=reason)
                     return
-                member.state, member.prepared = "up", None
-                self._emit("engine.rejoined", engine=member.name, version=offer.version)
+                self._join(member, offer.version)
         finally:
             member.catching_up = False
+
+    def _join(self, member: Member, version: int) -> None:
+        """It has the current weights, and takes work from here on."""
+        was_away = member.state == "fresh"
+        member.state, member.prepared = "up", None
+        if was_away:
+            self._surely(self._emit, "engine.rejoined", engine=member.name, version=version)
 
     async def _try_offer(self, member: Member, offer: Offer) -> str:
         """Why an engine could not take a version, or ""."""
