@@ -19,7 +19,7 @@ from gyre.cluster.gate import ClusterGate
 from gyre.cluster.host import WorkerFault
 from gyre.cluster.pool import EnginePool, PoolSettings
 from gyre.cluster.ray_cluster import RayCluster
-from gyre.cluster.trainers import GRACE_S, TrainerGroup
+from gyre.cluster.trainers import GRACE_S, TrainerGroup, find_cause
 from gyre.cluster.waiting import CALLS, STARTS, ask
 from gyre.cluster.watchdog import HINT, Patience
 from gyre.core.contracts import WorkerHandle
@@ -125,18 +125,13 @@ class Spread:
         return facts
 
     async def look_through(self, path: Path) -> list[Fault]:
-        asked = [ask(h, "look_through", str(path.absolute()), deadline_s=self._patience.seconds) for h in self._handles]
-        return [fault for faults in await _all_or_first_error(asked) for fault in faults]
+        what = f"looking through {path.name}"
+        found = await self._make_group().run(what, "look_through", str(path.absolute()), patience=self._patience)
+        return [fault for faults in found for fault in faults]
 
     async def begin(self, stage: Stage, plan: Plan, *, version: int, found: Snapshot | None) -> Placed:
         self._stage = (stage, plan)
-        group = self._group = TrainerGroup(
-            self._fleet.cluster,
-            self._handles,
-            emit=self._emit,
-            call_deadline_s=self._settings.call_deadline_s,
-            hang_s=self._settings.hang_s,
-        )
+        group = self._group = self._make_group()
         snapshot = "" if found is None else str(found.path.absolute())
         begun = (stage.name, plan.to_json(), version, snapshot)
         versions = await group.run(f"start of stage {stage.name}", "begin", *begun, patience=self._patience)
@@ -199,6 +194,15 @@ class Spread:
     def _lose_engine(self, handle: WorkerHandle, cause: str) -> None:
         assert self._pool is not None
         self._pool.lose(handle, cause)
+
+    def _make_group(self) -> TrainerGroup:
+        return TrainerGroup(
+            self._fleet.cluster,
+            self._handles,
+            emit=self._emit,
+            call_deadline_s=self._settings.call_deadline_s,
+            hang_s=self._settings.hang_s,
+        )
 
     async def _make_pool(self, version: int) -> EnginePool:
         settings = self._settings
@@ -275,7 +279,8 @@ class SpreadSnapshots:
 
 async def _all_or_first_error(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
     """Results of all. When one fails, that error: the others have a moment to say what they saw, and are ended then,
-    since they may wait for the one that failed."""
+    since they may wait for the one that failed. A worker that breaks or does not come up in time is a lost rank: its
+    node may be gone, and another attempt finds it so."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         _, late = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION) if tasks else ((), ())
@@ -287,9 +292,10 @@ async def _all_or_first_error(works: Iterable[Coroutine[Any, Any, Result]]) -> l
         await asyncio.gather(*tasks, return_exceptions=True)
     errors = [error for task in tasks if not task.cancelled() and (error := task.exception()) is not None]
     if errors:
-        error = next((error for error in errors if not isinstance(error, RankError | WorkerLate)), errors[0])
-        if isinstance(error, WorkerFault):
-            raise RankError(f"a worker could not be started: {error}", hint=HINT) from error
+        _, error = find_cause(dict(enumerate(errors)))
+        if isinstance(error, WorkerFault | WorkerLate):
+            hint = f"{error.hint}. {HINT}" if isinstance(error, WorkerLate) else HINT
+            raise RankError(f"a worker could not be started: {error}", hint=hint) from error
         raise error
     return [task.result() for task in tasks]
 
