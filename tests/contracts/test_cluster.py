@@ -90,6 +90,23 @@ def test_calls_begin_in_the_order_in_which_they_were_made(cluster) -> None:
     go(main)
 
 
+def test_calls_from_several_threads_are_all_answered(cluster) -> None:
+    """A thread fetches tensors from a worker while the event loop polls the engine there."""
+
+    async def main() -> None:
+        handle = await cluster.start(spec("shared"))
+
+        def call(first: int) -> list[Any]:
+            return [handle.begin("echo", number) for number in range(first, first + 60)]
+
+        begun = await asyncio.gather(*(asyncio.to_thread(call, 60 * thread) for thread in range(4)))
+        answers = [await arrive(future, handle, "echo", 20) for futures in begun for future in futures]
+        assert answers == list(range(240))
+        await cluster.stop(handle)
+
+    go(main)
+
+
 def test_errors_come_as_what_they_were(cluster) -> None:
     async def main() -> None:
         handle = await cluster.start(spec("odd"))
@@ -211,8 +228,9 @@ def test_a_worker_has_the_environment_and_the_devices_that_were_asked_for(cluste
     async def main() -> None:
         handle = await cluster.start(spec("environed"))
         assert await ask(handle, "environment", "GYRE_SAID", deadline_s=20) == "environed"
-        with pytest.raises(DeadlineError, match=r"9 of 0 GPUs"):
+        with pytest.raises(DeadlineError, match=r"9 of 0 GPUs") as late:
             await cluster.start(spec("greedy", gpus=9.0, deadline_s=2.0))
+        assert "cluster.start_deadline_s" in late.value.hint
         await cluster.stop(handle)
 
     go(main)

@@ -10,7 +10,7 @@ from cluster_sim import token_at
 from pool_bench import A, B, Bench, ask, drive, finish, finishes, go, read, step, tokens_of
 
 from gyre.cluster.host import WorkerFault
-from gyre.core.errors import RankError
+from gyre.core.errors import InputError, RankError
 
 # ---- weights
 
@@ -114,6 +114,27 @@ def test_what_came_back_after_the_pool_was_terminated_waits_for_the_next_version
         assert bench.sim.newest(A).version == 2 and bench.state(A) == "up"
 
     go(work, (A,))
+
+
+def test_an_engine_that_waits_for_weights_is_told_of_when_the_next_version_brings_it_back() -> None:
+    async def work(bench: Bench) -> None:
+        await bench.publish(1)
+        bench.hold("engine.prepare")
+        bench.sim.newest(A).die()
+        await bench.until(lambda: len(bench.sim.lives[A]) == 2)
+        again = bench.sim.newest(A)
+        await bench.reach(again, "engine.prepare")
+        again.open.pop(0).future.set_exception(InputError("version 1 was asked for, the trainer is at 2"))
+        await bench.until(lambda: bench.count("engine.waits_for_weights"))
+        bench.release("engine.prepare")
+        await bench.publish(2)
+        assert bench.state(A) == "up"
+        (joined,) = [fields for kind, fields in bench.events if kind == "engine.rejoined"]
+        assert joined == {"engine": A, "version": 2}
+        await bench.publish(3)
+        assert bench.count("engine.rejoined") == 1
+
+    go(work)
 
 
 # ---- losses are counted once

@@ -16,11 +16,12 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "contracts"))
 import cluster_roles  # noqa: F401  the workers import it by name
 
-from gyre.cluster import trainers
+from gyre.cluster import waiting, watchdog
 from gyre.cluster.gate import ClusterGate
 from gyre.cluster.local import LocalCluster
 from gyre.cluster.trainers import TrainerGroup
-from gyre.cluster.waiting import arrive_now, ask
+from gyre.cluster.waiting import ask
+from gyre.cluster.watchdog import Patience
 from gyre.core.errors import InputError, MemoryBudgetError, RankError, WorkerLost
 from gyre.core.records import RoleSpec, TrainBatch, TrainSequence
 
@@ -101,6 +102,18 @@ def test_a_hang_is_found_by_its_pulse_and_carries_all_stacks() -> None:
     go(work)
 
 
+def test_the_hint_of_a_hang_names_the_limit_that_was_in_force() -> None:
+    async def work() -> None:
+        group, cluster, _ = await make("stuck_trainer", [{"stuck": True}], hang_s=45.0)
+        patience = Patience(key="snapshot.deadline_s", seconds=0.5)
+        with pytest.raises(RankError, match="snapshot of step 2 hangs") as hung:
+            await group.run("snapshot of step 2", "trainer.step", batch(1), patience=patience)
+        assert "snapshot.deadline_s = 0.5 is how long" in hung.value.hint and "hang_s" not in hung.value.hint
+        await cluster.close()
+
+    go(work)
+
+
 def test_a_slow_step_that_makes_progress_is_no_hang() -> None:
     """Longer than hang_s, with ticks all the while; the rank that waits for it is not taken for hung either."""
 
@@ -142,7 +155,7 @@ def test_a_version_that_is_over_gives_no_tensors() -> None:
 def test_a_rank_that_is_gone_ends_a_blocking_call_though_another_one_waits_for_it() -> None:
     async def work() -> None:
         group, cluster, _ = await make("stuck_trainer", [{}, {}])
-        cluster.handles["rank-0"].begin = lambda method, *args: Future()  # type: ignore[method-assign]  never answers
+        mute(cluster.handles["rank-0"], looks=False)
         cluster.handles["rank-1"].kill("killed by a test")
         with pytest.raises(RankError, match=r"rank 1 \(rank-1, .*killed by a test"):
             await asyncio.to_thread(group.register)
@@ -151,19 +164,40 @@ def test_a_rank_that_is_gone_ends_a_blocking_call_though_another_one_waits_for_i
     go(work)
 
 
-def test_one_deadline_for_all_ranks_of_a_blocking_call() -> None:
+def mute(handle: Any, *, looks: bool) -> None:
+    """From here on a worker answers no call; with `looks` no look either, as one whose process was stopped."""
+    handle.begin = lambda method, *args: Future()
+    if looks:
+        handle.look = lambda what: Future()
+
+
+@pytest.mark.parametrize("how", ["silent", "stuck"])
+def test_a_hang_of_a_blocking_call_is_found_and_carries_all_stacks(how: str, monkeypatch) -> None:
+    """The process answers nothing for hang_s, or the call alone makes no progress for call_deadline_s."""
+    monkeypatch.setattr(watchdog, "LOOK_S", 0.1)
+    monkeypatch.setattr(waiting, "STACKS_S", 0.1)
+
     async def work() -> None:
-        group, cluster, _ = await make("stuck_trainer", [{}] * 4, call_deadline_s=0.3)
-        for handle in cluster.handles.values():
-            handle.begin = lambda method, *args: Future()  # type: ignore[method-assign]
-        waits: list[float] = []
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(RankError, match=r"rank 0 .*not answered"):
-            patch.setattr(
-                trainers, "wait", lambda futures, timeout, **_: waits.append(timeout) or (set(), set(futures))
-            )
-            patch.setattr(trainers, "arrive_now", lambda f, h, what, s: waits.append(s) or arrive_now(f, h, what, s))
+        limits = {"hang_s": 1.0, "call_deadline_s": 30.0} if how == "silent" else {"call_deadline_s": 1.0}
+        group, cluster, events = await make("stuck_trainer", [{}, {}], **limits)
+        mute(cluster.handles["rank-0"], looks=how == "silent")
+        with pytest.raises(RankError, match=r"trainer.register hangs: no progress on rank-0 for [1-9]") as hung:
             await asyncio.to_thread(group.register)
-        assert sum(waits) == pytest.approx(0.3)
+        assert ("rank-0 answers nothing" in hung.value.message) == (how == "silent")
+        assert "== rank-1\nthread" in hung.value.message
+        key = "cluster.hang_s" if how == "silent" else "cluster.call_deadline_s"
+        assert f"{key} = 1 is how long" in hung.value.hint
+        (told,) = [fields for kind, fields in events if kind == "rank.hung"]
+        assert set(told["stacks"]) == {"rank-0", "rank-1"}
+        await cluster.close()
+
+    go(work)
+
+
+def test_a_blocking_call_may_be_made_where_an_event_loop_is_at_work() -> None:
+    async def work() -> None:
+        group, cluster, _ = await make("fake_trainer", [{}, {}])
+        assert group.register()[0].version == 0
         await cluster.close()
 
     go(work)
@@ -214,7 +248,10 @@ def test_the_gate_enters_a_phase_everywhere_and_says_what_each_holds() -> None:
     async def work() -> None:
         _, cluster, events = await make("gated", [{"held_bytes": 10}, {"held_bytes": 20}])
         gate = ClusterGate(
-            list(cluster.handles.values()), emit=lambda kind, **fields: events.append((kind, fields)), deadline_s=10.0
+            list(cluster.handles.values()),
+            emit=lambda kind, **fields: events.append((kind, fields)),
+            deadline_s=10.0,
+            hang_s=10.0,
         )
         await gate.enter("train", step=3)
         assert ("cluster.memory", {"phase": "train", "step": 3, "device_bytes": {"rank-0": 10, "rank-1": 20}}) in events
@@ -222,6 +259,29 @@ def test_the_gate_enters_a_phase_everywhere_and_says_what_each_holds() -> None:
             await gate.enter("score", step=3)
         with pytest.raises(RankError, match=r"rank-0 .* could not enter phase handover"):
             await gate.enter("handover", step=3)
+        await cluster.close()
+
+    go(work)
+
+
+def test_a_rank_that_hangs_in_a_phase_change_is_found_with_all_stacks(monkeypatch) -> None:
+    """Long before its deadline, when its process answers nothing."""
+    monkeypatch.setattr(watchdog, "LOOK_S", 0.1)
+    monkeypatch.setattr(waiting, "STACKS_S", 0.1)
+
+    async def work() -> None:
+        _, cluster, events = await make("gated", [{"held_bytes": 10}, {"held_bytes": 20}])
+        gate = ClusterGate(
+            list(cluster.handles.values()),
+            emit=lambda kind, **fields: events.append((kind, fields)),
+            deadline_s=30.0,
+            hang_s=1.0,
+        )
+        mute(cluster.handles["rank-1"], looks=True)
+        with pytest.raises(RankError, match="phase rollout of step 3 hangs: no progress on rank-1") as hung:
+            await gate.enter("rollout", step=3)
+        assert "rank-1 answers nothing" in hung.value.message and "== rank-0\nthread" in hung.value.message
+        assert "cluster.hang_s = 1" in hung.value.hint
         await cluster.close()
 
     go(work)
@@ -237,17 +297,19 @@ def test_an_engine_alone_that_cannot_change_phase_costs_itself_and_not_the_run(h
             [rank],
             emit=lambda kind, **fields: events.append((kind, fields)),
             deadline_s=0.5,
+            hang_s=10.0,
             engines=lambda: [engine],
             on_lost=lambda handle, cause: lost.append((handle, cause)),
         )
         if how == "dead":
             engine.kill("killed by a test")
         if how == "silent":
-            engine.begin = lambda method, *args: Future()  # type: ignore[method-assign]
+            mute(engine, looks=False)
         await gate.enter("handover" if how == "broken" else "rollout", step=3)
         ((handle, cause),) = lost
         told = {"dead": "killed by a test", "broken": "told to break", "silent": "had not answered 'enter'"}[how]
         assert handle is engine and told in cause
+        assert ("thread rank-0:" in cause) == (how == "silent"), "what it is at"
         assert events[-1][1]["device_bytes"] == {"rank-1": 20}
         await cluster.close()
 

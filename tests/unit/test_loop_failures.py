@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 from loop_cases import GROUPS_OF_4, HELD_OUT, Bench, digits_script, interrupt_when, run, turn
 
-from gyre.core.errors import ConfigError, DeadlineError, EngineRefused, MemoryBudgetError
+from gyre.core.errors import ConfigError, DeadlineError, EngineRefused, MemoryBudgetError, RankError
 from gyre.core.records import Score
 from gyre.loop.config import EvalConfig
 from gyre.loop.resume import Progress
@@ -207,6 +207,24 @@ def test_a_handover_that_fails_is_rolled_back_and_the_engine_keeps_its_version(t
     (row,) = bench.rows("weights.publish_failed")
     assert row["step"] == 2 and "told" in row["error"]
     assert [row["step"] for row in bench.rows("step.done")] == [1]
+
+
+def test_a_way_back_that_fails_too_does_not_hide_why_the_handover_failed(tmp_path, monkeypatch):
+    bench = Bench(tmp_path, steps=1)
+
+    async def rollback() -> None:
+        raise RankError("engine-0 is lost")
+
+    async def go() -> None:
+        await bench.engine.start(dummy=False)
+        bench.engine.fail_commit = True
+        monkeypatch.setattr(bench.engine, "rollback", rollback)
+        with pytest.raises(RuntimeError, match="told to fail"):
+            await bench.ring._publish(0)
+
+    run(go())
+    (row,) = bench.rows("warn.rollback_failed")
+    assert "engine-0 is lost" in row["error"]
 
 
 def test_an_evaluation_by_a_part_that_is_not_there_says_which_there_are(tmp_path):

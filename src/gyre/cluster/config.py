@@ -32,12 +32,13 @@ class ClusterConfig(Section):
     start_deadline_s: float = Field(default=300.0, gt=0.0)
     """Longest wait for a worker to start: its process and the group of all ranks."""
     call_deadline_s: float = Field(default=300.0, gt=0.0)
-    """Longest wait for a worker's answer about weights, memory or requests."""
+    """Longest wait for a worker's answer about weights, memory or requests, which come without signs of progress."""
     hang_s: float = Field(default=45.0, gt=0.0)
-    """A rank or an engine that has work and makes no progress for so long is taken for hung. Progress is a layer of a
-    model run forward, a cut of offloaded state updated or waited for (trainer.offload_deadline_s), a part of a trace
-    written, a look whether a snapshot is copied (snapshot.deadline_s), so long steps are fine; a single
-    one of these, or an update of what is not offloaded, that takes this long is not."""
+    """A rank or an engine that has sequences to work on and makes no progress for so long is taken for hung, and so is
+    a rank whose process answers nothing, whatever it is at. Progress is a layer of a model run forward, a cut of
+    offloaded state updated or waited for (trainer.offload_deadline_s), a part of a trace written, a look whether a
+    snapshot is copied (snapshot.deadline_s), a block of one written between two steps, so long steps are
+    fine; a single one of these, or an update of what is not offloaded, that takes this long is not."""
     progress_tokens: int = Field(default=64, ge=0)
     """Engines report rollouts every so many tokens, so that a lost engine's work is gone on with from there; 0 only
     when a completion ends."""

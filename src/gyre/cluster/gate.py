@@ -7,7 +7,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from gyre.cluster.waiting import LOSSES, ask
+from gyre.cluster.waiting import CALLS, LOSSES, ask
+from gyre.cluster.watchdog import HINT, Patience, Watchdog
 from gyre.core.contracts import WorkerHandle
 from gyre.core.errors import RankError
 from gyre.core.records import Phase
@@ -22,24 +23,32 @@ class ClusterGate:
         *,
         emit: Callable[..., None],
         deadline_s: float,
+        hang_s: float,
         engines: Callable[[], Sequence[WorkerHandle]] = tuple,
         on_lost: Callable[[WorkerHandle, str], None] = lambda handle, cause: None,
     ) -> None:
         """`ranks` must all be there. `engines()` are workers with an engine alone, which come and go: `on_lost` hears
         of one that broke or did not answer, and the others go on."""
         self._ranks, self._engines, self._on_lost = tuple(ranks), engines, on_lost
-        self._emit, self._deadline_s = emit, deadline_s
+        self._emit, self._calls = emit, Patience(key=CALLS, seconds=deadline_s)
+        self._watchdog = Watchdog(ranks, emit=emit, hang_s=hang_s)
 
     async def enter(self, phase: Phase, *, step: int) -> None:
         """MemoryBudgetError of the first worker that could not; the others have moved theirs by then.
-        RankError when a rank's worker broke or did not answer."""
-        handles = [*self._ranks, *self._engines()]
-        found = await asyncio.gather(
-            *(ask(handle, "enter", phase, step, deadline_s=self._deadline_s) for handle in handles),
+        RankError when a rank's worker broke or the ranks hang."""
+        ranks = {rank.name: asyncio.wrap_future(rank.begin("enter", phase, step)) for rank in self._ranks}
+        engines = self._engines()
+        deadline_s = self._calls.seconds
+        hang, *alone = await asyncio.gather(
+            self._watchdog.settle(f"phase {phase} of step {step}", ranks, self._calls),
+            *(ask(engine, "enter", phase, step, deadline_s=deadline_s, stacks=True) for engine in engines),
             return_exceptions=True,
         )
+        if isinstance(hang, BaseException):
+            raise hang
+        found = [*(call.exception() or call.result() for call in ranks.values()), *alone]
         held = {}
-        for handle, result in zip(handles, found, strict=True):
+        for handle, result in zip([*self._ranks, *engines], found, strict=True):
             if isinstance(result, LOSSES):
                 self._note_loss(handle, f"could not enter phase {phase} of step {step}: {result}", result)
             elif isinstance(result, BaseException):
@@ -52,7 +61,4 @@ class ClusterGate:
         if handle not in self._ranks:
             self._on_lost(handle, cause)
             return
-        raise RankError(
-            f"{handle.name} ({handle.place}) {cause}",
-            hint="cluster.max_restarts lets the run restart from its newest snapshot",
-        ) from error
+        raise RankError(f"{handle.name} ({handle.place}) {cause}", hint=HINT) from error

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any, Literal
 
 from gyre.cluster.host import Host, OnEvent, settle_reply
-from gyre.cluster.waiting import arrive
+from gyre.cluster.waiting import STARTS, arrive
 from gyre.core.contracts import WorkerHandle
 from gyre.core.errors import WorkerLost
 from gyre.core.records import RoleSpec
@@ -31,6 +31,7 @@ class LocalHandle:
         self._host, self._on_event = Host(spec), on_event
         self._loop = asyncio.new_event_loop()
         self._waiting: set[Future[Any]] = set()
+        self._lock = threading.Lock()  # over `gone` and `_waiting`: any thread may call, and kill
         self.gone: Future[str] = Future()
         self.gone.set_running_or_notify_cancel()  # whoever stops waiting for it does not end it
         self._thread = threading.Thread(target=self._run, name=spec.name, daemon=True)
@@ -52,10 +53,12 @@ class LocalHandle:
 
     def kill(self, cause: str) -> None:
         """From here on nothing is answered. Work that runs in other threads of the worker is not stopped."""
-        if self.gone.done():
-            return
-        self.gone.set_result(cause)
-        for future in list(self._waiting):
+        with self._lock:
+            if self.gone.done():
+                return
+            self.gone.set_result(cause)
+            waiting = list(self._waiting)
+        for future in waiting:
             with suppress(InvalidStateError):
                 future.set_exception(self._lost())
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -74,18 +77,23 @@ class LocalHandle:
     def _begin(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
         out: Future[Any] = Future()
         out.set_running_or_notify_cancel()
-        if self.gone.done():
-            work.close()
-            out.set_exception(self._lost())
-            return out
-        self._waiting.add(out)
 
         def settle(reply: Future[Any]) -> None:
-            self._waiting.discard(out)
+            with self._lock:
+                self._waiting.discard(out)
             with suppress(InvalidStateError, CancelledError):  # the worker was killed meanwhile
                 settle_reply(out, reply.result(), self.name, self._on_event)
 
-        asyncio.run_coroutine_threadsafe(work, self._loop).add_done_callback(settle)
+        with self._lock:
+            if gone := self.gone.done():
+                work.close()
+            else:
+                self._waiting.add(out)
+                sent = asyncio.run_coroutine_threadsafe(work, self._loop)
+        if gone:
+            out.set_exception(self._lost())
+        else:
+            sent.add_done_callback(settle)
         return out
 
     def _lost(self) -> WorkerLost:
@@ -102,7 +110,7 @@ class LocalCluster:
     async def start(self, spec: RoleSpec) -> WorkerHandle:
         handle = LocalHandle(spec, self._on_event)
         try:
-            await arrive(handle.build(), handle, "build", spec.deadline_s)
+            await arrive(handle.build(), handle, "build", spec.deadline_s, key=STARTS)
         except BaseException:
             handle.kill("its builder failed")
             raise

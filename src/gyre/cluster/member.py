@@ -15,11 +15,9 @@ from typing import Any, Literal
 
 from gyre.cluster.pulse import Pulse
 from gyre.cluster.seats import POLL_S, News
-from gyre.cluster.waiting import LOSSES, arrive, ask
+from gyre.cluster.waiting import CALLS, HANGS, arrive, ask, read_stacks
 from gyre.core.contracts import WorkerHandle
 from gyre.core.records import Request
-
-STACKS_S = 5.0
 
 
 class Member:
@@ -56,7 +54,8 @@ class Member:
         task.add_done_callback(self._tasks.discard)
 
     async def ask(self, method: str, *args: Any, deadline_s: float | None = None) -> Any:
-        return await ask(self.handle, method, *args, deadline_s=deadline_s or self._deadline_s)
+        limits = {"deadline_s": deadline_s or self._deadline_s, "key": "" if deadline_s else CALLS}
+        return await ask(self.handle, method, *args, **limits, stacks=True)
 
     def lose(self) -> None:
         """From here on nothing is expected of it."""
@@ -71,7 +70,7 @@ class Member:
 
     async def _confirm(self, sent: Future[Any]) -> None:
         try:
-            await arrive(sent, self.handle, "engine.submit", POLL_S + self._hang_s)
+            await arrive(sent, self.handle, "engine.submit", POLL_S + self._hang_s, key=HANGS)
         except Exception as error:  # noqa: BLE001  whatever it was, nobody knows which requests it has
             self._on_lost(self, str(error))
             return
@@ -80,20 +79,16 @@ class Member:
 
     async def _poll(self) -> None:
         """Waits for: the engine's news, each time by a deadline. Ends when every request is answered."""
-        pulse = Pulse((self.name,), time.monotonic())
+        pulse, limit_s = Pulse((self.name,), time.monotonic()), POLL_S + self._hang_s
         while self.unanswered and self.state != "lost":
             try:
-                news = await ask(self.handle, "engine.poll", deadline_s=POLL_S + self._hang_s)
+                news = await ask(self.handle, "engine.poll", deadline_s=limit_s, key=HANGS, stacks=True)
             except Exception as error:  # noqa: BLE001  whatever it was, what it had to tell is not known any more
                 self._on_lost(self, str(error))
                 return
             self._on_news(self, news)
             pulse.observe({self.name: news.progress}, time.monotonic())
             if self.unanswered and pulse.stalled(time.monotonic(), self._hang_s):
-                self._on_lost(self, f"no progress of the engine for {self._hang_s:g} s\n{await self._stacks()}")
-
-    async def _stacks(self) -> str:
-        try:
-            return await arrive(self.handle.look("stacks"), self.handle, "stacks", STACKS_S)
-        except LOSSES as error:
-            return f"no stacks: {error}"
+                self._on_lost(
+                    self, f"no progress of the engine for {self._hang_s:g} s\n{await read_stacks(self.handle)}"
+                )

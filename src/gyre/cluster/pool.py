@@ -24,13 +24,15 @@ from gyre.cluster.host import WorkerFault
 from gyre.cluster.member import Member
 from gyre.cluster.seats import add_stats
 from gyre.cluster.streams import PoolStream
-from gyre.cluster.trainers import VersionTensors
-from gyre.cluster.waiting import LOSSES
+from gyre.cluster.trainers import GRACE_S, VersionTensors, find_cause
+from gyre.cluster.waiting import CALLS, LOSSES
+from gyre.cluster.watchdog import Patience, Watchdog
 from gyre.core.contracts import Cluster, CommitPolicy, WorkerHandle
 from gyre.core.errors import GyreError, RankError
 from gyre.core.records import EngineStats, Health, Manifest, Partial, Request
 
 STOP_S = 10.0  # on top of an engine's own deadline, for its answer to arrive
+WATCH_S = 10.0  # on top of the deadline of an engine beside a rank: its watchdog is to judge first, with all stacks
 Revive = Callable[[str], Awaitable[WorkerHandle]]
 
 
@@ -75,6 +77,8 @@ class EnginePool:
     ) -> None:
         self._cluster, self._settings, self._emit, self._revive = cluster, settings, emit, revive
         self._vital = vital
+        ranks = [handle for handle in engines if handle.name in vital]
+        self._watchdog = Watchdog(ranks, emit=emit, hang_s=settings.hang_s)
         self._desk = Desk(
             self._find_engines,
             self.abort,
@@ -158,7 +162,8 @@ class EnginePool:
 
     async def start(self, *, dummy: bool) -> None:
         self._watch_all()
-        await self._each("engine.start", dummy)
+        calls = {member: member.ask("engine.start", dummy) for member in self._present()}
+        await self._gather(calls, watched="start of the engines")
 
     async def prepare(self, manifest: Manifest, source: Mapping[str, Any]) -> None:
         """Every engine receives the version: from the trainer rank beside it, or a copy. One that is being brought to
@@ -167,7 +172,8 @@ class EnginePool:
         members = [member for member in self._present() if not member.catching_up]
         offer = Offer(manifest=manifest, source=source)
         copy = await self._copy(offer) if any(not offer.is_home(member) for member in members) else None
-        await self._gather({member: self._prepare(member, offer, copy) for member in members})
+        calls = {member: self._prepare(member, offer, copy) for member in members}
+        await self._gather(calls, watched=f"receipt of version {offer.version}")
         self._offered = offer
 
     async def commit(self, version: int, *, policy: CommitPolicy) -> None:
@@ -175,11 +181,12 @@ class EnginePool:
         offer = self._offered if self._offered is not None and self._offered.version == version else None
         up = [member for member in self._present() if member.state == "up"]
         ready = up if offer is None else [member for member in self._present() if member.prepared == version]
-        await self._gather({member: member.ask("engine.commit", version, policy) for member in ready})
+        calls = {member: member.ask("engine.commit", version, policy) for member in ready}
+        await self._gather(calls, watched=f"commit of version {version}")
         self._version, self._published, self._offered = version, offer or self._published, None
         for member in self._present():
             if member in ready:
-                member.state, member.prepared = "up", None
+                self._join(member, version)
             elif offer is not None:
                 member.state = "fresh"
                 self._come_back(self._catch_up(member))
@@ -218,7 +225,7 @@ class EnginePool:
             handle,
             vital=handle.name in self._vital,
             state=state,
-            deadline_s=self._settings.call_deadline_s,
+            deadline_s=self._settings.call_deadline_s + (WATCH_S if handle.name in self._vital else 0.0),
             hang_s=self._settings.hang_s,
             on_news=lambda member, news: self._surely(self._desk.take_news, member, news),
             on_lost=self._lose,
@@ -272,10 +279,10 @@ class EnginePool:
         self._come_back(self._restart(member))
         self._desk.route()
 
-    def _surely(self, work: Callable[..., None], *args: Any) -> None:
+    def _surely(self, work: Callable[..., None], *args: Any, **options: Any) -> None:
         """Do it. Whatever breaks it, a full disk under the events above all, every reader and caller gets that."""
         try:
-            work(*args)
+            work(*args, **options)
         except Exception as error:  # noqa: BLE001  it is raised to all of them
             self._break_off(error)
 
@@ -348,10 +355,16 @@ class EnginePool:
                 if reason:
                     self._emit("engine.waits_for_weights", engine=member.name, version=offer.version, reason=reason)
                     return
-                member.state, member.prepared = "up", None
-                self._emit("engine.rejoined", engine=member.name, version=offer.version)
+                self._join(member, offer.version)
         finally:
             member.catching_up = False
+
+    def _join(self, member: Member, version: int) -> None:
+        """It has the current weights, and takes work from here on."""
+        was_away = member.state == "fresh"
+        member.state, member.prepared = "up", None
+        if was_away:
+            self._surely(self._emit, "engine.rejoined", engine=member.name, version=version)
 
     async def _try_offer(self, member: Member, offer: Offer) -> str:
         """Why an engine could not take a version, or ""."""
@@ -396,28 +409,55 @@ class EnginePool:
         """Ask every engine that is there."""
         return await self._gather({member: member.ask(method, *args) for member in self._present()})
 
-    async def _gather(self, calls: Mapping[Member, Coroutine[Any, Any, Any]]) -> dict[str, Any]:
-        """Answers by name. The loss of an engine that the others can do without is no error; any other is raised, the
-        first one, when all calls have ended. When the pool breaks meanwhile, that is raised at once: the others may
-        wait for a rank that is gone."""
-        tasks = {asyncio.ensure_future(call): member for member, call in calls.items()}
-        self._calls |= tasks.keys()
-        open_ = set(tasks)
+    async def _gather(self, calls: Mapping[Member, Coroutine[Any, Any, Any]], *, watched: str = "") -> dict[str, Any]:
+        """Answers by name. The loss of an engine that the others can do without is no error. After any other error the
+        calls that are open may wait for the engine that failed: they have a moment, or none when the pool breaks.
+        `watched` says what ranks are at that the watchdog looks at meanwhile."""
+        answers: dict[str, Any] = {}
+        own: list[BaseException] = []  # no losses, as they came
+
+        async def one(member: Member, call: Coroutine[Any, Any, Any]) -> None:
+            try:
+                answers[member.name] = await call
+            except LOSSES as error:
+                self._lose(member, str(error))
+            except Exception as error:  # noqa: BLE001  the one that began it is raised
+                own.append(error)
+
+        tasks = {member: asyncio.create_task(one(member, call)) for member, call in calls.items()}
+        guard = asyncio.create_task(self._guard(watched, tasks))
+        self._calls |= set(tasks.values())
+        open_ = set(tasks.values())
         try:
-            while open_:
-                done, open_ = await asyncio.wait(open_, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    error = None if task.cancelled() else task.exception()
-                    if isinstance(error, LOSSES):
-                        self._lose(tasks[task], str(error))
-                if self._broken is not None:
-                    raise self._broken
+            while open_ and self._broken is None:
+                done, open_ = await asyncio.wait(
+                    open_, timeout=GRACE_S if own else None, return_when=asyncio.FIRST_COMPLETED
+                )
+                if not done:
+                    break
         finally:
-            self._calls -= tasks.keys()
-            for task in open_:
+            self._calls -= set(tasks.values())
+            for task in (guard, *open_):
                 task.cancel()
-        errors = {task: task.exception() for task in tasks}
-        for error in errors.values():
-            if error is not None and not isinstance(error, LOSSES):
-                raise error
-        return {member.name: task.result() for task, member in tasks.items() if errors[task] is None}
+            await asyncio.gather(guard, *open_, return_exceptions=True)
+        if (error := find_first(own, self._broken)) is not None:
+            raise error
+        return answers
+
+    async def _guard(self, watched: str, tasks: Mapping[Member, asyncio.Task[None]]) -> None:
+        """Waits for: ranks that hang in a call; ended by whoever waits for the call."""
+        calls = {member.name: task for member, task in tasks.items() if member.vital}
+        if not watched or not calls:
+            return
+        patience = Patience(key=CALLS, seconds=self._settings.call_deadline_s)
+        try:
+            await self._watchdog.guard(watched, calls, patience)
+        except RankError as error:
+            self._break_off(error)
+
+
+def find_first(own: Sequence[BaseException], broken: BaseException | None) -> BaseException | None:
+    """Of the engines' own errors, as they came, and that of the pool the one that began it. An engine that only saw a
+    rank fail did not. Pure."""
+    first = find_cause(dict(enumerate(own)))[1] if own else None
+    return broken if broken is not None and (first is None or isinstance(first, RankError)) else first

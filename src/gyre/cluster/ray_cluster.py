@@ -10,6 +10,7 @@ import asyncio
 import importlib.util
 import itertools
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -19,7 +20,7 @@ import psutil
 
 from gyre.cluster.config import ClusterConfig
 from gyre.cluster.host import Host, OnEvent, Reply, WorkerFault, settle_reply
-from gyre.cluster.waiting import arrive
+from gyre.cluster.waiting import STARTS, arrive
 from gyre.core.contracts import WorkerHandle
 from gyre.core.errors import ConfigError, WorkerLate, WorkerLost
 from gyre.core.records import RoleSpec
@@ -79,7 +80,7 @@ class Actor:
 
 
 class RayHandle:
-    """One actor."""
+    """One actor. Any thread may call it."""
 
     def __init__(self, spec: RoleSpec, actor: Any, on_event: OnEvent, *, here: str) -> None:
         """`here`: this process's address, as workers on its machine give theirs."""
@@ -87,12 +88,14 @@ class RayHandle:
         self.process: psutil.Process | None = None  # on this machine
         self.actor, self._on_event = actor, on_event
         self._number = 0
+        self._sending = threading.Lock()  # the worker waits for every number: none may be taken twice or left out
         self.stopped = ""
 
     def begin(self, method: str, *args: Any) -> Future[Any]:
-        number = self._number
-        ref = self.actor.ask.remote(number, method, *args)
-        self._number += 1  # the worker waits for every number, so only a call that went out takes one
+        with self._sending:
+            number = self._number
+            ref = self.actor.ask.remote(number, method, *args)
+            self._number += 1  # only a call that went out takes one
         return self._follow(ref, self._settle, on_fault=lambda: self.actor.skip.remote(number))
 
     def look(self, what: Literal["pulse", "stacks"]) -> Future[Any]:
@@ -251,7 +254,7 @@ class RayCluster:
         self._handles.add(handle)
         build = handle.build()
         try:
-            await arrive(build, handle, f"build on {self._offer(spec)}", spec.deadline_s)
+            await arrive(build, handle, f"build on {self._offer(spec)}", spec.deadline_s, key=STARTS)
         except BaseException:
             await self.stop(handle)
             raise

@@ -158,7 +158,8 @@ class Sandbox(Protocol):
 
 
 class WorkerHandle(Protocol):
-    """A started worker, seen from the process that started it. Calls reach the worker in the order of `begin`."""
+    """A started worker, seen from the process that started it. Any thread may call it. Calls reach the worker in the
+    order of `begin`."""
 
     name: str
     place: str  # node and process id, for people

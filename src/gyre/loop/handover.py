@@ -54,7 +54,7 @@ class Handover:
             await self._lifecycle.commit(manifest.version, policy="drain")
         except BaseException as error:
             self._emit("weights.publish_failed", step=step, version=manifest.version, error=repr(error))
-            await self._lifecycle.rollback()
+            await self._roll_back(step)
             raise
         self._emit(
             "weights.published",
@@ -63,3 +63,10 @@ class Handover:
             tensors=len(manifest.entries),
             copied_bytes=0 if manifest.shared else sum(entry.size_bytes for entry in manifest.entries),
         )
+
+    async def _roll_back(self, step: int) -> None:
+        """After a publication that failed: its error is the one to be raised, and one of the way back is told."""
+        try:
+            await self._lifecycle.rollback()
+        except Exception as error:  # noqa: BLE001  it is told
+            self._emit("warn.rollback_failed", step=step, error=repr(error))

@@ -8,6 +8,7 @@ one make the new ranks hang.
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
@@ -48,9 +49,27 @@ def child_environment(*, multicast: bool = False) -> dict[str, str]:
 
 
 def hold_store(host: str = "127.0.0.1", *, timeout_s: float = 60.0) -> TCPStore:
-    """A store on a free port, in the process that starts the ranks; it must outlive them."""
+    """A store on a free port of the address `host`, in the process that starts the ranks; it must outlive them. It asks
+    nobody who they are, so it must not be reached from elsewhere: left to itself it would listen on every address."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as listener:
+            listener.bind(address)
+            port, descriptor = listener.getsockname()[1], listener.detach()
+    except OSError as error:
+        raise ConfigError(
+            f"the store that ranks meet at cannot listen on {host}: {error.strerror or error}",
+            hint="this process must be on a machine that has the address by which the cluster knows it: see "
+            "`ray start --node-ip-address`",
+        ) from error
     return TCPStore(
-        host, 0, is_master=True, wait_for_workers=False, use_libuv=True, timeout=timedelta(seconds=timeout_s)
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        use_libuv=True,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=descriptor,  # the store closes it
     )
 
 

@@ -86,7 +86,7 @@ class Saver:
         progress: Callable[[], None] = lambda: None,
     ) -> None:
         """In the background `save` returns when the state has a place to be copied to, and `finish` when the last one
-        is on disk. `progress` is called while a step waits for a copy, which may take long."""
+        is on disk. `progress` is called while a step waits for a copy or for the disk, which may take long."""
         self._store, self._group, self._background = store, group, background
         self._deadline_s, self._emit, self._progress = deadline_s, emit, progress
         self._staging = Staging(group.device, deadline_s=deadline_s)
@@ -329,6 +329,8 @@ class Saver:
             raise fault
 
     def _look(self, job: _Job) -> None:
+        if not self._background:  # in the background it is no progress of the step beside it
+            self._progress()
         if self._group.notes.get(job.key("failed")) is not None:
             raise Stopped
 

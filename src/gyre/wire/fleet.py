@@ -19,8 +19,9 @@ from gyre.cluster.gate import ClusterGate
 from gyre.cluster.host import WorkerFault
 from gyre.cluster.pool import EnginePool, PoolSettings
 from gyre.cluster.ray_cluster import RayCluster
-from gyre.cluster.trainers import GRACE_S, HINT, TrainerGroup
-from gyre.cluster.waiting import ask
+from gyre.cluster.trainers import GRACE_S, TrainerGroup, find_cause
+from gyre.cluster.waiting import CALLS, STARTS, ask
+from gyre.cluster.watchdog import HINT, Patience
 from gyre.core.contracts import WorkerHandle
 from gyre.core.errors import ConfigError, RankError, WorkerLate
 from gyre.core.records import RoleSpec
@@ -124,21 +125,16 @@ class Spread:
         return facts
 
     async def look_through(self, path: Path) -> list[Fault]:
-        asked = [ask(h, "look_through", str(path.absolute()), deadline_s=self._patience_s) for h in self._handles]
-        return [fault for faults in await _all_or_first_error(asked) for fault in faults]
+        what = f"looking through {path.name}"
+        found = await self._make_group().run(what, "look_through", str(path.absolute()), patience=self._patience)
+        return [fault for faults in found for fault in faults]
 
     async def begin(self, stage: Stage, plan: Plan, *, version: int, found: Snapshot | None) -> Placed:
         self._stage = (stage, plan)
-        group = self._group = TrainerGroup(
-            self._fleet.cluster,
-            self._handles,
-            emit=self._emit,
-            call_deadline_s=self._settings.call_deadline_s,
-            hang_s=self._settings.hang_s,
-        )
+        group = self._group = self._make_group()
         snapshot = "" if found is None else str(found.path.absolute())
         begun = (stage.name, plan.to_json(), version, snapshot)
-        versions = await group.run(f"start of stage {stage.name}", "begin", *begun, patience_s=self._patience_s)
+        versions = await group.run(f"start of stage {stage.name}", "begin", *begun, patience=self._patience)
         group.version = versions[0]
         if plan.kv_pages > 0:
             self._pool = await self._make_pool(group.version)
@@ -146,13 +142,14 @@ class Spread:
             self._handles,
             emit=self._emit,
             deadline_s=self._settings.call_deadline_s,
+            hang_s=self._settings.hang_s,
             engines=self._engines_alone,
             on_lost=self._lose_engine,
         )
         return Placed(
             trainer=group,
             gate=gate,
-            snapshots=SpreadSnapshots(group, patience_s=self._patience_s),
+            snapshots=SpreadSnapshots(group, patience=self._patience),
             engine=self._pool,
             lifecycle=self._pool,
             version=lambda: group.version,
@@ -166,14 +163,14 @@ class Spread:
             await pool.close()
         if failed or self._group is None:
             return
-        await self._group.run("end of the stage", "end", last, patience_s=self._patience_s)
+        await self._group.run("end of the stage", "end", last, patience=self._patience)
         for handle in alone:
             await self._fleet.cluster.stop(handle)
 
     async def export(self, folder: Path, tokenizer_files: Path) -> None:
         where = (str(folder.absolute()), str(tokenizer_files.absolute()))
         assert self._group is not None
-        await self._group.run("export", "export", *where, patience_s=self._patience_s)
+        await self._group.run("export", "export", *where, patience=self._patience)
 
     async def close(self) -> None:
         """End the workers of this attempt."""
@@ -183,9 +180,11 @@ class Spread:
         self._store = None
 
     @property
-    def _patience_s(self) -> float:
+    def _patience(self) -> Patience:
         """For calls that write or read a snapshot or an export."""
-        return max(self._settings.call_deadline_s, self._config.snapshot.deadline_s)
+        calls = Patience(key=CALLS, seconds=self._settings.call_deadline_s)
+        snapshots = Patience(key="snapshot.deadline_s", seconds=self._config.snapshot.deadline_s)
+        return max(calls, snapshots, key=lambda patience: patience.seconds)
 
     def _engines_alone(self) -> list[WorkerHandle]:
         """Workers with an engine and no rank that are there now."""
@@ -195,6 +194,15 @@ class Spread:
     def _lose_engine(self, handle: WorkerHandle, cause: str) -> None:
         assert self._pool is not None
         self._pool.lose(handle, cause)
+
+    def _make_group(self) -> TrainerGroup:
+        return TrainerGroup(
+            self._fleet.cluster,
+            self._handles,
+            emit=self._emit,
+            call_deadline_s=self._settings.call_deadline_s,
+            hang_s=self._settings.hang_s,
+        )
 
     async def _make_pool(self, version: int) -> EnginePool:
         settings = self._settings
@@ -221,7 +229,8 @@ class Spread:
         stage, plan = self._stage
         handle = await self._fleet.cluster.start(self._spec(name, None))
         try:
-            await ask(handle, "begin", stage.name, plan.to_json(), 0, "", deadline_s=self._settings.start_deadline_s)
+            limits = {"deadline_s": self._settings.start_deadline_s, "key": STARTS}
+            await ask(handle, "begin", stage.name, plan.to_json(), 0, "", **limits)
         except BaseException:  # it would keep its device
             await self._fleet.cluster.stop(handle)
             raise
@@ -261,16 +270,17 @@ class Spread:
 class SpreadSnapshots:
     """SnapshotPort: every rank writes its part, to a disk that all nodes see."""
 
-    def __init__(self, group: TrainerGroup, *, patience_s: float) -> None:
-        self._group, self._patience_s = group, patience_s
+    def __init__(self, group: TrainerGroup, *, patience: Patience) -> None:
+        self._group, self._patience = group, patience
 
     async def save(self, *, step: int, state: Mapping[str, Any], blobs: Mapping[str, bytes]) -> None:
-        await self._group.run(f"snapshot of step {step}", "save", step, state, blobs, patience_s=self._patience_s)
+        await self._group.run(f"snapshot of step {step}", "save", step, state, blobs, patience=self._patience)
 
 
 async def _all_or_first_error(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
     """Results of all. When one fails, that error: the others have a moment to say what they saw, and are ended then,
-    since they may wait for the one that failed."""
+    since they may wait for the one that failed. A worker that breaks or does not come up in time is a lost rank: its
+    node may be gone, and another attempt finds it so."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         _, late = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION) if tasks else ((), ())
@@ -282,9 +292,10 @@ async def _all_or_first_error(works: Iterable[Coroutine[Any, Any, Result]]) -> l
         await asyncio.gather(*tasks, return_exceptions=True)
     errors = [error for task in tasks if not task.cancelled() and (error := task.exception()) is not None]
     if errors:
-        error = next((error for error in errors if not isinstance(error, RankError | WorkerLate)), errors[0])
-        if isinstance(error, WorkerFault):
-            raise RankError(f"a worker could not be started: {error}", hint=HINT) from error
+        _, error = find_cause(dict(enumerate(errors)))
+        if isinstance(error, WorkerFault | WorkerLate):
+            hint = f"{error.hint}. {HINT}" if isinstance(error, WorkerLate) else HINT
+            raise RankError(f"a worker could not be started: {error}", hint=hint) from error
         raise error
     return [task.result() for task in tasks]
 

@@ -1,0 +1,32 @@
+"""Whether a snapshot that is being written shows as progress to whoever watches the rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from saver_cases import parts_of
+
+from gyre.parallel.group import alone
+from gyre.trainer import shardfile
+from gyre.trainer.saver import Saver
+from gyre.trainer.snapshot import SnapshotStore
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_writing_between_two_steps_is_progress_and_writing_beside_them_is_not(tmp_path, background, monkeypatch):
+    """A step that hangs beside a snapshot must not be taken for one that goes on."""
+    monkeypatch.setattr(shardfile, "BLOCK_BYTES", 1 << 12)
+    ticks: list[int] = []
+    store = SnapshotStore(tmp_path, keep=1, emit=lambda *_, **__: None)
+    saver = Saver(
+        store,
+        alone(),
+        background=background,
+        deadline_s=60.0,
+        emit=lambda *_, **__: None,
+        progress=lambda: ticks.append(1),
+    )
+    saver.save(1, parts=lambda _: parts_of({"weights": torch.zeros(10_000)}), state={}, blobs={})
+    saver.finish()
+    assert store.steps() == (1,)
+    assert len(ticks) == 0 if background else len(ticks) >= 10
