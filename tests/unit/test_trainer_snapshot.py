@@ -142,6 +142,26 @@ def test_only_the_newest_are_kept(tmp_path):
     assert store.load_latest().step == 30
 
 
+@pytest.mark.parametrize("resumed_step", [None, 0])
+def test_what_an_attempt_left_ahead_takes_no_place(tmp_path, resumed_step):
+    """A run that goes on behind damaged snapshots keeps what it makes, until it has come past them and after."""
+    for step in (8, 9, 11):
+        damage_missing(save(tmp_path, step)[0].paths()[-1])
+    saver, store, events = saver_on(None, tmp_path, keep=2, resumed_step=resumed_step)
+    for step, left in ((1, (1, 9, 11)), (2, (1, 2, 9, 11)), (3, (2, 3, 9, 11)), (9, (3, 9, 11))):
+        saver.save(step, parts=lambda _: parts_of(TENSORS), state=STATE, blobs=BLOBS)
+        assert store.steps() == left and store.load_latest().step == step
+    saver.save(12, parts=lambda _: parts_of(TENSORS), state=STATE, blobs=BLOBS)
+    assert store.load_latest().step == 12
+    told = [
+        (kind, fields["path"]) for kind, fields in events if kind in ("snapshot.replaced", "snapshot.leftover_removed")
+    ]
+    assert told == [("snapshot.replaced", "step-00000009")] + [("snapshot.leftover_removed", "step-00000011")] * (
+        resumed_step == 0
+    )
+    assert store.steps() == ((9, 12) if resumed_step == 0 else (11, 12)), "one that is known to be damaged has no place"
+
+
 def test_no_snapshot_yet(tmp_path):
     assert saver_on(None, tmp_path / "none")[1].load_latest() is None
 

@@ -108,7 +108,8 @@ class Inline:
             trainer.restore({"tensors": found.tensors, "state": found.state["trainer"]})
         engine = await device.make_engine(self._policy) if plan.kv_pages > 0 else None
         device.manage()
-        self._snapshots = make_snapshots(self._config, self._folder, stage.name, trainer, self._machine, self._emit)
+        where, resumed_step = (self._config, self._folder, stage.name), 0 if found is None else found.step
+        self._snapshots = make_snapshots(*where, trainer, self._machine, self._emit, resumed_step=resumed_step)
         self._snapshots.prepare()
         return Placed(
             trainer=trainer,
@@ -138,8 +139,11 @@ class Inline:
         self._policy = None
 
 
-def stage_store(config: RunConfig, folder: Path, stage: str, emit: Emit) -> SnapshotStore:
-    return SnapshotStore(folder / "snapshots" / stage, keep=config.snapshot.keep, emit=emit)
+def stage_store(
+    config: RunConfig, folder: Path, stage: str, emit: Emit, *, resumed_step: int | None = None
+) -> SnapshotStore:
+    where = folder / "snapshots" / stage
+    return SnapshotStore(where, keep=config.snapshot.keep, emit=emit, resumed_step=resumed_step)
 
 
 def make_snapshots(
@@ -150,12 +154,14 @@ def make_snapshots(
     machine: Machine,
     emit: Emit,
     *,
+    resumed_step: int,
     group: Group | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> Snapshots:
-    """What writes a stage's snapshots. Every rank has one."""
+    """What writes a stage's snapshots. Every rank has one. `resumed_step`: of the snapshot that the stage goes on from,
+    0 if it begins."""
     saver = Saver(
-        stage_store(config, folder, stage, emit),
+        stage_store(config, folder, stage, emit, resumed_step=resumed_step),
         group or alone(machine.device),
         background=config.snapshot.background,
         deadline_s=config.snapshot.deadline_s,

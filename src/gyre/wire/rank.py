@@ -24,7 +24,7 @@ from gyre.parallel.start import Seat, join
 from gyre.planner.plan import Plan
 from gyre.runconfig import RunConfig
 from gyre.text.tokenizer import load_tokenizer
-from gyre.trainer.snapshot import Fault, find_faults, load
+from gyre.trainer.snapshot import Fault, find_faults, load, step_of
 from gyre.vram.probe import give_back
 from gyre.weights.gather import ShardSource
 from gyre.wire.device import Device
@@ -111,7 +111,8 @@ class RankWorker:
             if snapshot:
                 await self._on_compute(lambda: trainer.restore(_load(snapshot)))
             where = (self._config, self._order.folder, stage_name)
-            given = {"group": self._group, "progress": self._context.tick}
+            resumed_step = step_of(Path(snapshot)) if snapshot else 0
+            given = {"resumed_step": resumed_step, "group": self._group, "progress": self._context.tick}
             self._snapshots = make_snapshots(*where, trainer, self._machine, self._context.emit, **given)
             self.trainer = TrainerSeat(trainer, rank=self._order.rank, compute=self._machine.compute)
             version = trainer.version
