@@ -13,11 +13,7 @@ from typing import Any, Protocol
 
 from gyre.core.contracts import EngineLifecycle, PolicyTrainer, RolloutEngine
 from gyre.loop.ports import PhaseGate, SnapshotPort
-from gyre.models.export import export_hub, export_runs
 from gyre.models.heads import ScalarHead
-from gyre.models.load import verify_export
-from gyre.models.spec import ModelSpec
-from gyre.models.verify import verify_runs
 from gyre.parallel.group import Group, alone
 from gyre.planner.plan import Plan
 from gyre.runconfig import RunConfig
@@ -25,8 +21,8 @@ from gyre.text.tokenizer import Tokenizer
 from gyre.trainer.native import NativeTrainer
 from gyre.trainer.saver import Saver
 from gyre.trainer.snapshot import Fault, Snapshot, SnapshotStore, find_faults
-from gyre.weights.gather import ShardSource
 from gyre.wire.device import Device
+from gyre.wire.export import export_policy
 from gyre.wire.make import Emit, Facts, Machine, Policy, make_policy
 from gyre.wire.stages import Stage
 
@@ -169,40 +165,6 @@ def make_snapshots(
         progress=progress,
     )
     return Snapshots(saver, trainer, machine.compute, prepares=config.snapshot.every_steps > 0)
-
-
-def export_policy(
-    policy: Policy, head: ScalarHead | None, folder: Path, machine: Machine, tokenizer_files: Path
-) -> None:
-    export_hub(policy.decoder, folder, dtype=machine.dtype, tokenizer_files=tokenizer_files, scalar_head=head)
-    verify_export(folder, policy.decoder)
-
-
-def export_shards(
-    spec: ModelSpec,
-    head: ScalarHead | None,
-    source: ShardSource,
-    group: Group,
-    folder: Path,
-    machine: Machine,
-    tokenizer_files: Path,
-) -> None:
-    """As `export_policy`, of weights that lie in shards. All ranks call it; the first one writes, bucket by bucket."""
-    with group.guard("export"):
-        if group.rank:
-            for _ in range(2):  # once to write, once to compare
-                for _ in source.gather_buckets():
-                    pass
-            return
-        export_runs(
-            spec,
-            source.gather_buckets,
-            folder,
-            dtype=machine.dtype,
-            tokenizer_files=tokenizer_files,
-            scalar_head=head,
-        )
-        verify_runs(folder, spec, source.gather_buckets())
 
 
 class Snapshots:

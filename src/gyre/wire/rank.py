@@ -9,6 +9,7 @@ import asyncio
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,8 +29,9 @@ from gyre.trainer.snapshot import Fault, find_faults, load, step_of
 from gyre.vram.probe import give_back
 from gyre.weights.gather import ShardSource
 from gyre.wire.device import Device
+from gyre.wire.export import export_policy, export_shards
 from gyre.wire.make import Machine, Policy, make_machine, make_policy
-from gyre.wire.placement import Snapshots, export_policy, export_shards, make_snapshots
+from gyre.wire.placement import Snapshots, make_snapshots
 from gyre.wire.stages import plan_stages
 
 Result = TypeVar("Result")
@@ -163,7 +165,9 @@ class RankWorker:
         where, files = Path(folder), Path(tokenizer_files)
         shards, group, spec = self._shards, self._group, self._policy.spec
         if shards is not None and group is not None:
-            await self._on_compute(lambda: export_shards(spec, self._head, shards, group, where, self._machine, files))
+            given = {"deadline_s": self._config.snapshot.deadline_s, "progress": self._context.tick}
+            work = partial(export_shards, spec, self._head, shards, group, where, self._machine, files, **given)
+            await self._on_compute(work)
         elif self._order.rank == 0:
             await self._on_compute(lambda: export_policy(self._policy, self._head, where, self._machine, files))
 
