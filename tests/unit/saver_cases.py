@@ -71,7 +71,13 @@ def save_trained(group: Group | None, folder: str, kind: str, *, steps: range, *
 
 
 def load_and_save(
-    group: Group | None, source: str, target: str, kind: str, *, steps: range = range(0), **settings: Any
+    group: Group | None,
+    source: str,
+    target: str,
+    kind: str,
+    *,
+    steps: range = range(0),
+    **settings: Any,
 ) -> dict[str, Any]:
     """Continue from the newest snapshot of `source` and save into `target`."""
     trainer = trainer_on(group, kind, **settings)

@@ -407,3 +407,36 @@ def test_a_rank_killed_in_a_save_is_named_and_the_one_before_is_whole(tmp_path, 
     assert len(list(tmp_path.glob("writing-*"))) == 1
     store.remove_leftovers()
     assert not list(tmp_path.glob("writing-*"))
+
+
+REFERENCE = "reference."  # of the names of its tensors
+
+
+@pytest.mark.parametrize("average", [0.0, 0.9])
+@pytest.mark.parametrize(
+    ("before", "after", "rounds"),
+    [("bfloat16", "float32", False), ("float32", "bfloat16", True), ("bfloat16", "float16", True)],
+)
+def test_a_run_with_a_reference_goes_on_in_another_dtype(before, after, rounds, average, tmp_path):
+    """As from a GPU with BF16 to a CPU without, and back."""
+    settings = {"reference_moving_average": average}
+    saved = save_trained(None, str(tmp_path / "a"), "grpo", steps=range(1), dtype=before, **settings)
+    events: list = []
+    loaded = load_and_save(
+        None, str(tmp_path / "a"), str(tmp_path / "b"), "grpo", dtype=after, events=events, **settings
+    )
+    assert loaded.keys() == saved.keys() and any(name.startswith(REFERENCE) for name in saved)
+    for name, numbers in loaded.items():
+        source = name.replace(REFERENCE, f"{REFERENCE}average.") if average and "average." not in name else name
+        expected = torch.from_numpy(saved.get(source, saved[name]))
+        if name.startswith(REFERENCE) and "average." not in name:
+            expected = expected.to(getattr(torch, after)).float()
+        np.testing.assert_array_equal(numbers, expected.numpy(), err_msg=name)
+    told = [fields for kind, fields in events if kind == "warn.reference_rounded"]
+    assert told == ([{"dtype": f"torch.{after}"}] if rounds and not average else [])
+
+
+def test_ranks_take_a_reference_in_another_dtype(ranks, tmp_path):
+    saved = save_trained(None, str(tmp_path / "a"), "grpo", steps=range(1), dtype="bfloat16")
+    loaded = ranks.run(load_and_save, str(tmp_path / "a"), str(tmp_path / "b"), "grpo", layout="zero3")
+    assert_same(loaded[0], saved)
