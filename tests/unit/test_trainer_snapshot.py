@@ -30,7 +30,7 @@ from saver_cases import (
 
 from gyre.core.errors import SnapshotError
 from gyre.trainer.parts import find_gap, own_runs
-from gyre.trainer.snapshot import Snapshot, SnapshotStore, find_faults, load
+from gyre.trainer.snapshot import Snapshot, SnapshotStore, find_faults, join_faults, load
 from gyre.weights.shards import row_layout, slice_layout, whole_layout
 
 TENSORS = {
@@ -364,6 +364,9 @@ def test_ranks_look_through_a_snapshot_together(ranks, tmp_path):
         read_moments(path)
     (path / "rank-00001.safetensors").unlink()
     assert str(find_faults(path)[0]) == "rank-00001.safetensors: is not there"
+    (path / "rank-00003.safetensors").unlink()
+    told = join_faults(find_faults(path, share=share, num_shares=4) for share in range(4))
+    assert [str(fault) for fault in told] == [f"rank-0000{rank}.safetensors: is not there" for rank in (1, 3)]
 
 
 def read_moments(path: Path) -> None:

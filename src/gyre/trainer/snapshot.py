@@ -18,7 +18,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -221,6 +221,12 @@ def find_faults(path: Path, *, share: int = 0, num_shares: int = 1) -> list[Faul
         if (reason := find_fault(path / stretch.file, stretch.extent)) is not None:
             faults.append(Fault(file=stretch.file, tensor=stretch.tensor, reason=reason))
     return faults
+
+
+def join_faults(shares: Iterable[Sequence[Fault]]) -> list[Fault]:
+    """What all shares found, each once: a file that is not there is seen by every share, since a node may miss one that
+    another one has."""
+    return list(dict.fromkeys(fault for faults in shares for fault in faults))
 
 
 def step_of(path: Path) -> int:

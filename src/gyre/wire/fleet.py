@@ -29,7 +29,7 @@ from gyre.parallel.start import child_environment, hold_store
 from gyre.planner.plan import Plan
 from gyre.runconfig import RunConfig
 from gyre.text.tokenizer import Tokenizer
-from gyre.trainer.snapshot import Fault, Snapshot
+from gyre.trainer.snapshot import Fault, Snapshot, join_faults
 from gyre.wire.make import Emit, Facts, Machine, make_facts
 from gyre.wire.placement import Placed
 from gyre.wire.rank import RankOrder
@@ -125,7 +125,7 @@ class Spread:
 
     async def look_through(self, path: Path) -> list[Fault]:
         asked = [ask(h, "look_through", str(path.absolute()), deadline_s=self._patience_s) for h in self._handles]
-        return [fault for faults in await _all_or_first_error(asked) for fault in faults]
+        return join_faults(await _all_or_first_error(asked))
 
     async def begin(self, stage: Stage, plan: Plan, *, version: int, found: Snapshot | None) -> Placed:
         self._stage = (stage, plan)
