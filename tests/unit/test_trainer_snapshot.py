@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -27,8 +28,11 @@ from saver_cases import (
     shares_of_faults,
     written_by,
 )
+from trainer_cases import SPEC, make_trainer
 
 from gyre.core.errors import SnapshotError
+from gyre.models.decoder import Decoder
+from gyre.models.init import init_weights
 from gyre.trainer.parts import find_gap, own_runs
 from gyre.trainer.snapshot import Snapshot, SnapshotStore, find_faults, join_faults, load
 from gyre.weights.shards import row_layout, slice_layout, whole_layout
@@ -410,6 +414,26 @@ def test_a_rank_killed_in_a_save_is_named_and_the_one_before_is_whole(tmp_path, 
     assert len(list(tmp_path.glob("writing-*"))) == 1
     store.remove_leftovers()
     assert not list(tmp_path.glob("writing-*"))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"mlp_size": 64}, "its mlp_size is 48, this run's is 64"),
+        ({"rope_theta": 5e5}, "its rope_theta is 10000.0, this run's is 500000.0"),  # every tensor has the same shape
+    ],
+)
+def test_a_snapshot_of_another_model_is_refused_by_name(change, says, tmp_path):
+    save_trained(None, str(tmp_path), "sft", steps=range(1))
+    found = SnapshotStore(tmp_path, keep=1, emit=lambda *_, **__: None).load_latest()
+    decoder = Decoder(replace(SPEC, **change), device=torch.device("cpu"), dtype=torch.float32)
+    init_weights(decoder, 0)
+    trainer = make_trainer("sft", decoder=decoder)
+    before = {name: parameter.clone() for name, parameter in decoder.named_parameters()}
+    with pytest.raises(SnapshotError, match=f"the snapshot is of another model: {says}"):
+        trainer.restore({"tensors": found.tensors, "state": found.state["trainer"]})
+    assert all(parameter.equal(before[name]) for name, parameter in decoder.named_parameters())
+    assert trainer.version == 0
 
 
 REFERENCE = "reference."  # of the names of its tensors
