@@ -27,14 +27,20 @@ Events = list[tuple[str, dict[str, Any]]]
 
 
 def saver_on(
-    group: Group | None, folder: Path, *, background: bool = False, keep: int = 4, deadline_s: float = 60.0
+    group: Group | None,
+    folder: Path,
+    *,
+    background: bool = False,
+    keep: int = 4,
+    deadline_s: float = 60.0,
+    resumed_step: int | None = None,
 ) -> tuple[Saver, SnapshotStore, Events]:
     events: Events = []
 
     def emit(kind: str, **fields: Any) -> None:
         events.append((kind, fields))
 
-    store = SnapshotStore(folder, keep=keep, emit=emit)
+    store = SnapshotStore(folder, keep=keep, emit=emit, resumed_step=resumed_step)
     made = Saver(store, group or alone(), background=background, deadline_s=deadline_s, emit=emit)
     return made, store, events
 
@@ -65,7 +71,13 @@ def save_trained(group: Group | None, folder: str, kind: str, *, steps: range, *
 
 
 def load_and_save(
-    group: Group | None, source: str, target: str, kind: str, *, steps: range = range(0), **settings: Any
+    group: Group | None,
+    source: str,
+    target: str,
+    kind: str,
+    *,
+    steps: range = range(0),
+    **settings: Any,
 ) -> dict[str, Any]:
     """Continue from the newest snapshot of `source` and save into `target`."""
     trainer = trainer_on(group, kind, **settings)

@@ -44,6 +44,7 @@ COUNTED = [
     "trainer.nothing_to_train",
     "trainer.oversized_chunks",
     "trainer.idle_ranks",
+    "warn.reference_rounded",
     "warn.reward_failed",
     "weights.publish_failed",
 ]

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -27,10 +28,13 @@ from saver_cases import (
     shares_of_faults,
     written_by,
 )
+from trainer_cases import SPEC, make_trainer
 
 from gyre.core.errors import SnapshotError
+from gyre.models.decoder import Decoder
+from gyre.models.init import init_weights
 from gyre.trainer.parts import find_gap, own_runs
-from gyre.trainer.snapshot import Snapshot, SnapshotStore, find_faults, load
+from gyre.trainer.snapshot import Snapshot, SnapshotStore, find_faults, join_faults, load
 from gyre.weights.shards import row_layout, slice_layout, whole_layout
 
 TENSORS = {
@@ -140,6 +144,26 @@ def test_only_the_newest_are_kept(tmp_path):
         store, _ = save(tmp_path, step)
     assert store.steps() == (2, 30)
     assert store.load_latest().step == 30
+
+
+@pytest.mark.parametrize("resumed_step", [None, 0])
+def test_what_an_attempt_left_ahead_takes_no_place(tmp_path, resumed_step):
+    """A run that goes on behind damaged snapshots keeps what it makes, until it has come past them and after."""
+    for step in (8, 9, 11):
+        damage_missing(save(tmp_path, step)[0].paths()[-1])
+    saver, store, events = saver_on(None, tmp_path, keep=2, resumed_step=resumed_step)
+    for step, left in ((1, (1, 9, 11)), (2, (1, 2, 9, 11)), (3, (2, 3, 9, 11)), (9, (3, 9, 11))):
+        saver.save(step, parts=lambda _: parts_of(TENSORS), state=STATE, blobs=BLOBS)
+        assert store.steps() == left and store.load_latest().step == step
+    saver.save(12, parts=lambda _: parts_of(TENSORS), state=STATE, blobs=BLOBS)
+    assert store.load_latest().step == 12
+    told = [
+        (kind, fields["path"]) for kind, fields in events if kind in ("snapshot.replaced", "snapshot.leftover_removed")
+    ]
+    assert told == [("snapshot.replaced", "step-00000009")] + [("snapshot.leftover_removed", "step-00000011")] * (
+        resumed_step == 0
+    )
+    assert store.steps() == ((9, 12) if resumed_step == 0 else (11, 12)), "one that is known to be damaged has no place"
 
 
 def test_no_snapshot_yet(tmp_path):
@@ -344,6 +368,9 @@ def test_ranks_look_through_a_snapshot_together(ranks, tmp_path):
         read_moments(path)
     (path / "rank-00001.safetensors").unlink()
     assert str(find_faults(path)[0]) == "rank-00001.safetensors: is not there"
+    (path / "rank-00003.safetensors").unlink()
+    told = join_faults(find_faults(path, share=share, num_shares=4) for share in range(4))
+    assert [str(fault) for fault in told] == [f"rank-0000{rank}.safetensors: is not there" for rank in (1, 3)]
 
 
 def read_moments(path: Path) -> None:
@@ -387,3 +414,56 @@ def test_a_rank_killed_in_a_save_is_named_and_the_one_before_is_whole(tmp_path, 
     assert len(list(tmp_path.glob("writing-*"))) == 1
     store.remove_leftovers()
     assert not list(tmp_path.glob("writing-*"))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"mlp_size": 64}, "its mlp_size is 48, this run's is 64"),
+        ({"rope_theta": 5e5}, "its rope_theta is 10000.0, this run's is 500000.0"),  # every tensor has the same shape
+    ],
+)
+def test_a_snapshot_of_another_model_is_refused_by_name(change, says, tmp_path):
+    save_trained(None, str(tmp_path), "sft", steps=range(1))
+    found = SnapshotStore(tmp_path, keep=1, emit=lambda *_, **__: None).load_latest()
+    decoder = Decoder(replace(SPEC, **change), device=torch.device("cpu"), dtype=torch.float32)
+    init_weights(decoder, 0)
+    trainer = make_trainer("sft", decoder=decoder)
+    before = {name: parameter.clone() for name, parameter in decoder.named_parameters()}
+    with pytest.raises(SnapshotError, match=f"the snapshot is of another model: {says}"):
+        trainer.restore({"tensors": found.tensors, "state": found.state["trainer"]})
+    assert all(parameter.equal(before[name]) for name, parameter in decoder.named_parameters())
+    assert trainer.version == 0
+
+
+REFERENCE = "reference."  # of the names of its tensors
+
+
+@pytest.mark.parametrize("average", [0.0, 0.9])
+@pytest.mark.parametrize(
+    ("before", "after", "rounds"),
+    [("bfloat16", "float32", False), ("float32", "bfloat16", True), ("bfloat16", "float16", True)],
+)
+def test_a_run_with_a_reference_goes_on_in_another_dtype(before, after, rounds, average, tmp_path):
+    """As from a GPU with BF16 to a CPU without, and back."""
+    settings = {"reference_moving_average": average}
+    saved = save_trained(None, str(tmp_path / "a"), "grpo", steps=range(1), dtype=before, **settings)
+    events: list = []
+    loaded = load_and_save(
+        None, str(tmp_path / "a"), str(tmp_path / "b"), "grpo", dtype=after, events=events, **settings
+    )
+    assert loaded.keys() == saved.keys() and any(name.startswith(REFERENCE) for name in saved)
+    for name, numbers in loaded.items():
+        source = name.replace(REFERENCE, f"{REFERENCE}average.") if average and "average." not in name else name
+        expected = torch.from_numpy(saved.get(source, saved[name]))
+        if name.startswith(REFERENCE) and "average." not in name:
+            expected = expected.to(getattr(torch, after)).float()
+        np.testing.assert_array_equal(numbers, expected.numpy(), err_msg=name)
+    told = [fields for kind, fields in events if kind == "warn.reference_rounded"]
+    assert told == ([{"dtype": f"torch.{after}"}] if rounds and not average else [])
+
+
+def test_ranks_take_a_reference_in_another_dtype(ranks, tmp_path):
+    saved = save_trained(None, str(tmp_path / "a"), "grpo", steps=range(1), dtype="bfloat16")
+    loaded = ranks.run(load_and_save, str(tmp_path / "a"), str(tmp_path / "b"), "grpo", layout="zero3")
+    assert_same(loaded[0], saved)

@@ -1,6 +1,6 @@
 """Fault board: which rank broke an operation, told to all ranks in time. In: a store that all ranks reach.
-Out: `fault`, the sentence that names the rank; and a call to `abort`, which frees a main thread that waits in a
-collective. Caller: parallel.group.
+Out: `broken`, why no collective may run any more, which frees a main thread that waits in one over gloo; and a call to
+`abort`, which frees it over NCCL. Caller: parallel.group.
 
 Every rank counts its guarded operations (a step, an evaluation), so the number means the same everywhere. A rank that
 fails reports under the number; a thread on each other rank reads that, lets its own main thread fail by itself for a

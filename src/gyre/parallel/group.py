@@ -2,7 +2,8 @@
 RankError that names collective, group and rank. Callers: trainer, weights; `parallel.start` makes the first one.
 
 A group of one, `alone()`, does nothing and needs no torch.distributed. Every collective has the deadline that the group
-was joined with; what a rank that fails does to the others is `parallel.faults`.
+was joined with; what a rank that fails does to the others is `parallel.faults`. Gloo cannot be aborted, so on a CPU
+whoever waits looks at the fault board meanwhile.
 """
 
 # B bytes, N numbers of a flat tensor, S ranks of the group
@@ -13,6 +14,7 @@ import contextlib
 import functools
 import json
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -26,6 +28,7 @@ from gyre.parallel.traffic import Kind, Traffic
 
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 FRAME_BYTES, HEAD_BYTES = 2048, 4  # of `share`: what fits into a frame is shared by one collective; text's length first
+SLICE = timedelta(seconds=0.1)  # between two looks at the fault board
 LOST = ("gloo", "NCCL", "nccl", "ProcessGroup", "onnection", "imed out", "imeout", "abort")
 
 
@@ -76,14 +79,24 @@ class Group:
         """Make this rank's slice of `x_SN` the sum of all ranks' slices there, and return it; the rest is scratch."""
         step = len(x_SN) // self.size
         own_N = x_SN[self.rank * step : (self.rank + 1) * step]
+
+        def start() -> dist.Work | None:
+            if x_SN.device.type == "cpu":  # what gloo's own does, too, but a wait for that cannot be cut in slices
+                return dist.all_reduce(x_SN, group=self._group, async_op=True)
+            return dist.reduce_scatter_tensor(own_N, x_SN, group=self._group, async_op=True)
+
+        if self.size > 1:
+            self._run("reduce_scatter", x_SN, start)
+        return own_N
+
+    def exchange(self, x_SN: Tensor) -> Tensor:
+        """A slice to each rank; returns what all ranks sent to this one, in their order."""
         if self.size == 1:
-            return own_N
-        # NCCL writes over its input where the slice lies; gloo needs another place.
-        out_N = own_N if x_SN.device.type == "cuda" else torch.empty_like(own_N)
-        self._run(
-            "reduce_scatter", x_SN, lambda: dist.reduce_scatter_tensor(out_N, x_SN, group=self._group, async_op=True)
-        )
-        return own_N if out_N is own_N else own_N.copy_(out_N)
+            return x_SN
+        out_SN = torch.empty_like(x_SN)
+        start = functools.partial(dist.all_to_all_single, out_SN, x_SN, group=self._group, async_op=True)
+        self._run("reduce_scatter", x_SN, start)  # whose half it is: gradients of layers (trainer.fsdp)
+        return out_SN
 
     def all_gather(self, x_SN: Tensor, own_N: Tensor) -> None:
         """Every rank's numbers, one after the other; `own_N` may be this rank's slice of `x_SN`."""
@@ -119,15 +132,8 @@ class Group:
             self.all_reduce(x_SN)
             self.all_gather(x_SN, own_N)
             self.reduce_scatter(x_SN)
-            self._exchange(x_SN)
+            self.exchange(x_SN)
         self.barrier()
-
-    def _exchange(self, x_SN: Tensor) -> None:
-        """A slice to each rank, as gradients of layers travel that are narrower than their sum (trainer.fsdp)."""
-        if self.size > 1:
-            out_SN = torch.empty_like(x_SN)
-            start = functools.partial(dist.all_to_all_single, out_SN, x_SN, group=self._group, async_op=True)
-            self._run("reduce_scatter", x_SN, start)
 
     def share(self, value: Any) -> list[Any]:
         """Every rank's JSON-able value, by rank. For small things."""
@@ -179,6 +185,19 @@ class Group:
         if self._board is not None and self._board.broken:
             raise _Lost(f"{what}: {self._board.broken}")
 
+    def _finish(self, work: dist.Work | None) -> None:
+        """Wait for a collective: a GPU's stream does; on a CPU this thread, until the group breaks."""
+        if work is None:
+            return
+        if self.device.type != "cpu":
+            work.wait()
+            return
+        while not work.is_completed():
+            self.check("collective")
+            with contextlib.suppress(RuntimeError):  # over, or what broke it, which the next wait raises
+                work.wait(SLICE)
+        work.wait()
+
     def _run(self, what: Kind, whole: Tensor, start: Callable[[], dist.Work | None]) -> None:
         """`whole`: the tensor that all ranks make together."""
         self._begin(what, whole, start)()
@@ -192,8 +211,7 @@ class Group:
 
         def wait() -> None:
             with self._named(what), self.traffic.waiting(whole.device):
-                if work is not None:
-                    work.wait()
+                self._finish(work)
 
         return wait
 

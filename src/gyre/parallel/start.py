@@ -133,6 +133,8 @@ def _connect(seat: Seat) -> TCPStore:
 
 
 def _abort(device: torch.device) -> None:
-    """End every collective of this process that waits."""
+    """End every collective of this process that waits on a GPU; over gloo whoever waits sees to it (parallel.group)."""
+    if device.type == "cpu":
+        return
     for group in list(dist.distributed_c10d._world.pg_map):
         group._get_backend(device).abort()

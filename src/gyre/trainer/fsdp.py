@@ -10,7 +10,8 @@ gradient is summed while those of the layers are found.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 from gyre.core.records import Projection
 from gyre.kernels.sums import add_up
 from gyre.models.decoder import NOTHING, Decoder
+from gyre.parallel.group import Group
 from gyre.parallel.mesh import Split
 from gyre.parallel.traffic import Kind, Traffic
 from gyre.trainer.exposed import Exposed, Watch
@@ -40,8 +42,8 @@ def shard_decoder(decoder: Decoder, split: Split, *, trains: bool, float8: froze
     if trains and dtype != torch.float32:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     as_computed = dtype if trains and split.sum_gradients == "chunk" else torch.float32
-    traffic = split.mesh.shard.traffic
-    exposed = make_exposed(traffic, split.mesh.shard.device)
+    group = split.mesh.shard
+    exposed = make_exposed(group.traffic, group.device)
 
     def cut(module: Any, *, reshard: bool) -> None:
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
@@ -50,8 +52,8 @@ def shard_decoder(decoder: Decoder, split: Split, *, trains: bool, float8: froze
             watch.hook(module)
         module.set_gradient_divide_factor(1.0)  # losses are divided by the denominator of all ranks already
         module.set_force_sum_reduction_for_comms(True)
-        module.set_custom_all_gather(CountedGather(traffic, watch))
-        module.set_custom_reduce_scatter(CountedScatter(traffic, watch, sends=as_computed, last=module is decoder))
+        module.set_custom_all_gather(CountedGather(group, watch))
+        module.set_custom_reduce_scatter(CountedScatter(group, watch, sends=as_computed, last=module is decoder))
 
     for layer in decoder.layers:
         _to_master(layer, trains)
@@ -73,22 +75,19 @@ def make_exposed(traffic: Traffic, device: torch.device) -> Exposed | None:
 
 
 class _Counted:
-    """A collective of FSDP2 that `traffic` counts and times: in its call, or on a GPU by `watch`, beside the
-    computation."""
+    """A collective of FSDP2 that is counted and timed: on a CPU as one of `ranks`, on a GPU by `watch`, beside the
+    computation. It is over, or behind it on the stream, when the call returns."""
 
-    def __init__(self, traffic: Traffic, watch: Watch | None) -> None:
-        self._traffic, self._watch = traffic, watch
+    def __init__(self, ranks: Group, watch: Watch | None) -> None:
+        self._ranks, self._watch = ranks, watch
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def _run(self, kind: Kind, whole: Tensor, group: dist.ProcessGroup, start: Any) -> dist.Work | None:
-        size_bytes = whole.numel() * whole.element_size()
+    def _run(self, kind: Kind, whole: Tensor, start: Callable[[], Any]) -> Any:
         if self._watch is not None:
-            self._traffic.count(kind, size_bytes, group.size())
-            return start()
-        with self._traffic.collective(kind, size_bytes, group.size(), whole.device):
-            return start()
+            self._ranks.traffic.count(kind, whole.numel() * whole.element_size(), self._ranks.size)
+        return start()
 
 
 class CountedGather(_Counted):
@@ -97,14 +96,12 @@ class CountedGather(_Counted):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        def start() -> dist.Work | None:
-            return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
-
-        if self._watch is None:
-            return self._run("all_gather", output_tensor, group, start)
         assert not async_op, "a mark behind the call would not be behind the collective"
+        if self._watch is None:
+            return self._run("all_gather", output_tensor, lambda: self._ranks.all_gather(output_tensor, input_tensor))
         self._watch.gathering()
-        work = self._run("all_gather", output_tensor, group, start)
+        start = partial(dist.all_gather_into_tensor, output_tensor, input_tensor, group=group)
+        work = self._run("all_gather", output_tensor, start)
         self._watch.gathered()
         return work
 
@@ -115,8 +112,8 @@ class CountedScatter(_Counted):
     order of the ranks: what float32 slices would give, for half the bytes. Of the `last` group the computation does
     nothing but wait."""
 
-    def __init__(self, traffic: Traffic, watch: Watch | None, *, sends: torch.dtype, last: bool) -> None:
-        super().__init__(traffic, watch)
+    def __init__(self, ranks: Group, watch: Watch | None, *, sends: torch.dtype, last: bool) -> None:
+        super().__init__(ranks, watch)
         self._sends, self._last = sends, last
         self._asked = 0  # numbers that there is room for to send, until there is room for their sum
 
@@ -136,22 +133,30 @@ class CountedScatter(_Counted):
         group: dist.ProcessGroup,
         op: Any,
         async_op: bool = False,
-    ) -> dist.Work | None:
-        def start() -> dist.Work | None:
-            if input_tensor.dtype == output_tensor.dtype:
-                return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
-            assert op == dist.ReduceOp.SUM and not async_op
-            parts_RN = torch.empty_like(input_tensor).view(group.size(), -1)
+    ) -> None:
+        assert op == dist.ReduceOp.SUM and not async_op, "a mark behind the call would not be behind the collective"
+        narrow = input_tensor.dtype != output_tensor.dtype
+
+        def wait_here() -> None:
+            if narrow:
+                add_up(self._ranks.exchange(input_tensor).view(self._ranks.size, -1), output_tensor)
+            else:
+                output_tensor.copy_(self._ranks.reduce_scatter(input_tensor))
+
+        def queue() -> None:
+            if not narrow:
+                dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group)
+                return
+            parts_RN = torch.empty_like(input_tensor).view(self._ranks.size, -1)
             dist.all_to_all_single(parts_RN.view(-1), input_tensor, group=group)
-            return add_up(parts_RN, output_tensor)
+            add_up(parts_RN, output_tensor)
 
         if self._watch is None:
-            return self._run("reduce_scatter", input_tensor, group, start)
-        assert not async_op, "a mark behind the call would not be behind the collective"
+            self._run("reduce_scatter", input_tensor, wait_here)
+            return
         since = self._watch.summing(last=self._last)
-        work = self._run("reduce_scatter", input_tensor, group, start)
+        self._run("reduce_scatter", input_tensor, queue)
         self._watch.summed(since)
-        return work
 
 
 def _to_master(module: nn.Module, trains: bool) -> None:

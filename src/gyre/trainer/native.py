@@ -263,8 +263,9 @@ class NativeTrainer:
         tensors, numbers = state["tensors"], state["state"]
         source: PartSource = HeldParts(tensors.values()) if isinstance(tensors, Mapping) else tensors
         self._refuse_another(numbers)
-        wanted = [holding.kinds() for holding in self._holdings()]
-        check_kinds({name: kind for kinds in wanted for name, kind in kinds.items()}, source.kinds())
+        found = source.kinds()
+        wanted = [holding.fitting(found) for holding in self._holdings()]
+        check_kinds({name: kind for kinds in wanted for name, kind in kinds.items()}, found)
         self._tenancy.recall()
         self._filled = False  # until all of it is there
         with self._group.guard("restore"):
@@ -273,7 +274,9 @@ class NativeTrainer:
                     learner.restore(source, int(numbers["num_updates"][learner.name]))
             if self._reference is not None:
                 with self._tenancy.on_device("reference"):
-                    self._reference.restore(source)
+                    rounded = self._reference.restore(source)
+                if rounded and self._group.rank == 0:
+                    self._emit("warn.reference_rounded", dtype=str(self._reference.decoder.dtype))
         self._version, self._steps_done = int(numbers["version"]), int(numbers["steps_done"])
         if self._loss_scale is not None:  # a snapshot of a run in another dtype has none
             self._loss_scale = LossScale(**numbers.get("loss_scale", {}))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -106,11 +106,26 @@ class Holding:
     dtype: torch.dtype
     tensors: Mapping[str, Tensor]  # this rank's runs by bare name, or what `cut` makes them of; all have a storage
     cut: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = dict  # views, made only where there are bytes
+    converts: bool = False  # takes numbers of any floating dtype, and rounds what `dtype` cannot hold
 
     def kinds(self) -> dict[str, Kind]:
         """Of the whole tensors."""
         shapes = self.layout.shapes
         return {self.prefix + name: Kind(dtype=self.dtype, shape=tuple(shape)) for name, shape in shapes.items()}
+
+    def fitting(self, found: Mapping[str, Kind]) -> dict[str, Kind]:
+        """Of the whole tensors, as this holding would take them from a snapshot with those of `found`."""
+        wanted = self.kinds()
+        if not self.converts:
+            return wanted
+        saved = {name: found[name].dtype for name in wanted if name in found}
+        floating = {name: dtype for name, dtype in saved.items() if dtype.is_floating_point}
+        return {name: replace(kind, dtype=floating.get(name, kind.dtype)) for name, kind in wanted.items()}
+
+    def rounds(self, found: Mapping[str, Kind]) -> bool:
+        """Whether `load` would lose bits of some tensor of `found`."""
+        saved = {kind.dtype for kind in self.fitting(found).values()}
+        return any(torch.promote_types(dtype, self.dtype) != self.dtype for dtype in saved)
 
     def named(self) -> dict[str, Tensor]:
         """`tensors` by names that no other holding has."""

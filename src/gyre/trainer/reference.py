@@ -90,15 +90,23 @@ class Reference:
                 rank=self._split.rank,
                 dtype=dtype,
                 tensors=tensors,
+                converts=tensors is not self._average,  # a run may go on in another dtype, as the actor's masters may
                 sharers=sharers(self._layout, self._split.mesh),
             )
             for prefix, (dtype, tensors) in contents.items()
         ]
 
-    def restore(self, source: PartSource) -> None:
-        """Take this rank's part of a snapshot that was found to fit."""
+    @torch.no_grad()
+    def restore(self, source: PartSource) -> bool:
+        """Take this rank's part of a snapshot that was found to fit. Returns whether weights were rounded, which the
+        snapshot has of a dtype with more bits; of an average they are made anew, as always."""
         for holding in self.holdings():
             holding.load(source)
+        own = local_tensors(self.decoder)
+        for name, average in self._average.items():
+            own[name].copy_(average)
+        kinds = source.kinds()
+        return not self._average and any(holding.rounds(kinds) for holding in self.holdings())
 
     def pools(self, folder: Path | None) -> list[StoragePool | FixedPool]:
         tensors = {name: own for holding in self.holdings() for name, own in holding.named().items()}

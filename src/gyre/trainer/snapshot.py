@@ -7,6 +7,9 @@ or what is wrong with one. Callers: trainer.saver, wire.
 
 A snapshot is written aside and renamed when its manifest is on disk; older ones are pruned after that. So whatever
 happens while one is written, the one before it is whole. Only the first rank changes what lies in the folder.
+
+One that a run has passed over at its start, for damage, counts for nothing: it takes no other's place among those that
+are kept, and goes when the run has come past it.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,9 +63,12 @@ class Snapshot:
 class SnapshotStore:
     """The snapshots of one stage of a run. One save at a time."""
 
-    def __init__(self, folder: Path, *, keep: int, emit: Callable[..., None]) -> None:
+    def __init__(self, folder: Path, *, keep: int, emit: Callable[..., None], resumed_step: int | None = None) -> None:
+        """`resumed_step`: of the snapshot that the run goes on from, 0 if from none: what lies beyond was passed over.
+        None: not known."""
         assert keep > 0
         self._folder, self._keep, self._emit = Path(folder), keep, emit
+        self._passed = () if resumed_step is None else tuple(step for step in self.steps() if step > resumed_step)
 
     @property
     def folder(self) -> Path:
@@ -93,7 +99,8 @@ class SnapshotStore:
             shutil.rmtree(path)
         os.rename(aside, path)
         sync_folder(self._folder)
-        self._prune()
+        self._passed = tuple(step for step in self._passed if step != manifest.step)
+        self._prune(manifest.step)
         size_bytes = sum(file.size_bytes for file in manifest.files.values())
         ranks = sum(name.startswith("rank-") for name in manifest.files)
         self._emit("snapshot.saved", step=manifest.step, path=path.name, size_bytes=size_bytes, ranks=ranks)
@@ -129,12 +136,27 @@ class SnapshotStore:
             self._emit("snapshot.leftover_removed", path=path.name)
             shutil.rmtree(path)
 
-    def _prune(self) -> None:
-        for path in self.paths()[: -self._keep]:
+    def _prune(self, newest: int) -> None:
+        going = steps_to_prune(self.steps(), newest=newest, passed=self._passed, keep=self._keep)
+        for path in self.paths():
+            if step_of(path) not in going:
+                continue
             try:
                 shutil.rmtree(path)
             except OSError as error:
                 self._emit("snapshot.prune_failed", path=path.name, reason=str(error))
+                continue
+            if step_of(path) in self._passed:
+                self._emit("snapshot.leftover_removed", path=path.name)
+
+
+def steps_to_prune(steps: Sequence[int], *, newest: int, passed: Collection[int], keep: int) -> list[int]:
+    """Which of the snapshots on disk, oldest first, go when that of step `newest` has just been made. Those ahead of it
+    stay and do not count: a run is there again, having `passed` them over, or this is the last thread of an attempt
+    that another one has overtaken."""
+    behind = [step for step in steps if step <= newest]
+    good = [step for step in behind if step not in passed]
+    return [step for step in behind if step not in good[-keep:]]
 
 
 class SnapshotTensors:
@@ -199,6 +221,12 @@ def find_faults(path: Path, *, share: int = 0, num_shares: int = 1) -> list[Faul
         if (reason := find_fault(path / stretch.file, stretch.extent)) is not None:
             faults.append(Fault(file=stretch.file, tensor=stretch.tensor, reason=reason))
     return faults
+
+
+def join_faults(shares: Iterable[Sequence[Fault]]) -> list[Fault]:
+    """What all shares found, each once: a file that is not there is seen by every share, since a node may miss one that
+    another one has."""
+    return list(dict.fromkeys(fault for faults in shares for fault in faults))
 
 
 def step_of(path: Path) -> int:

@@ -30,7 +30,7 @@ from gyre.parallel.start import child_environment, hold_store
 from gyre.planner.plan import Plan
 from gyre.runconfig import RunConfig
 from gyre.text.tokenizer import Tokenizer
-from gyre.trainer.snapshot import Fault, Snapshot
+from gyre.trainer.snapshot import Fault, Snapshot, join_faults
 from gyre.wire.make import Emit, Facts, Machine, make_facts
 from gyre.wire.placement import Placed
 from gyre.wire.rank import RankOrder
@@ -126,8 +126,9 @@ class Spread:
 
     async def look_through(self, path: Path) -> list[Fault]:
         what = f"looking through {path.name}"
-        found = await self._make_group().run(what, "look_through", str(path.absolute()), patience=self._patience)
-        return [fault for faults in found for fault in faults]
+        return join_faults(
+            await self._make_group().run(what, "look_through", str(path.absolute()), patience=self._patience)
+        )
 
     async def begin(self, stage: Stage, plan: Plan, *, version: int, found: Snapshot | None) -> Placed:
         self._stage = (stage, plan)

@@ -13,11 +13,7 @@ from typing import Any, Protocol
 
 from gyre.core.contracts import EngineLifecycle, PolicyTrainer, RolloutEngine
 from gyre.loop.ports import PhaseGate, SnapshotPort
-from gyre.models.export import export_hub, export_runs
 from gyre.models.heads import ScalarHead
-from gyre.models.load import verify_export
-from gyre.models.spec import ModelSpec
-from gyre.models.verify import verify_runs
 from gyre.parallel.group import Group, alone
 from gyre.planner.plan import Plan
 from gyre.runconfig import RunConfig
@@ -25,8 +21,8 @@ from gyre.text.tokenizer import Tokenizer
 from gyre.trainer.native import NativeTrainer
 from gyre.trainer.saver import Saver
 from gyre.trainer.snapshot import Fault, Snapshot, SnapshotStore, find_faults
-from gyre.weights.gather import ShardSource
 from gyre.wire.device import Device
+from gyre.wire.export import export_policy
 from gyre.wire.make import Emit, Facts, Machine, Policy, make_policy
 from gyre.wire.stages import Stage
 
@@ -108,7 +104,8 @@ class Inline:
             trainer.restore({"tensors": found.tensors, "state": found.state["trainer"]})
         engine = await device.make_engine(self._policy) if plan.kv_pages > 0 else None
         device.manage()
-        self._snapshots = make_snapshots(self._config, self._folder, stage.name, trainer, self._machine, self._emit)
+        where, resumed_step = (self._config, self._folder, stage.name), 0 if found is None else found.step
+        self._snapshots = make_snapshots(*where, trainer, self._machine, self._emit, resumed_step=resumed_step)
         self._snapshots.prepare()
         return Placed(
             trainer=trainer,
@@ -138,8 +135,11 @@ class Inline:
         self._policy = None
 
 
-def stage_store(config: RunConfig, folder: Path, stage: str, emit: Emit) -> SnapshotStore:
-    return SnapshotStore(folder / "snapshots" / stage, keep=config.snapshot.keep, emit=emit)
+def stage_store(
+    config: RunConfig, folder: Path, stage: str, emit: Emit, *, resumed_step: int | None = None
+) -> SnapshotStore:
+    where = folder / "snapshots" / stage
+    return SnapshotStore(where, keep=config.snapshot.keep, emit=emit, resumed_step=resumed_step)
 
 
 def make_snapshots(
@@ -150,12 +150,14 @@ def make_snapshots(
     machine: Machine,
     emit: Emit,
     *,
+    resumed_step: int,
     group: Group | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> Snapshots:
-    """What writes a stage's snapshots. Every rank has one."""
+    """What writes a stage's snapshots. Every rank has one. `resumed_step`: of the snapshot that the stage goes on from,
+    0 if it begins."""
     saver = Saver(
-        stage_store(config, folder, stage, emit),
+        stage_store(config, folder, stage, emit, resumed_step=resumed_step),
         group or alone(machine.device),
         background=config.snapshot.background,
         deadline_s=config.snapshot.deadline_s,
@@ -163,40 +165,6 @@ def make_snapshots(
         progress=progress,
     )
     return Snapshots(saver, trainer, machine.compute, prepares=config.snapshot.every_steps > 0)
-
-
-def export_policy(
-    policy: Policy, head: ScalarHead | None, folder: Path, machine: Machine, tokenizer_files: Path
-) -> None:
-    export_hub(policy.decoder, folder, dtype=machine.dtype, tokenizer_files=tokenizer_files, scalar_head=head)
-    verify_export(folder, policy.decoder)
-
-
-def export_shards(
-    spec: ModelSpec,
-    head: ScalarHead | None,
-    source: ShardSource,
-    group: Group,
-    folder: Path,
-    machine: Machine,
-    tokenizer_files: Path,
-) -> None:
-    """As `export_policy`, of weights that lie in shards. All ranks call it; the first one writes, bucket by bucket."""
-    with group.guard("export"):
-        if group.rank:
-            for _ in range(2):  # once to write, once to compare
-                for _ in source.gather_buckets():
-                    pass
-            return
-        export_runs(
-            spec,
-            source.gather_buckets,
-            folder,
-            dtype=machine.dtype,
-            tokenizer_files=tokenizer_files,
-            scalar_head=head,
-        )
-        verify_runs(folder, spec, source.gather_buckets())
 
 
 class Snapshots:

@@ -9,6 +9,7 @@ import asyncio
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,12 +25,13 @@ from gyre.parallel.start import Seat, join
 from gyre.planner.plan import Plan
 from gyre.runconfig import RunConfig
 from gyre.text.tokenizer import load_tokenizer
-from gyre.trainer.snapshot import Fault, find_faults, load
+from gyre.trainer.snapshot import Fault, find_faults, load, step_of
 from gyre.vram.probe import give_back
 from gyre.weights.gather import ShardSource
 from gyre.wire.device import Device
+from gyre.wire.export import export_policy, export_shards
 from gyre.wire.make import Machine, Policy, make_machine, make_policy
-from gyre.wire.placement import Snapshots, export_policy, export_shards, make_snapshots
+from gyre.wire.placement import Snapshots, make_snapshots
 from gyre.wire.stages import plan_stages
 
 Result = TypeVar("Result")
@@ -111,7 +113,8 @@ class RankWorker:
             if snapshot:
                 await self._on_compute(lambda: trainer.restore(_load(snapshot)))
             where = (self._config, self._order.folder, stage_name)
-            given = {"group": self._group, "progress": self._context.tick}
+            resumed_step = step_of(Path(snapshot)) if snapshot else 0
+            given = {"resumed_step": resumed_step, "group": self._group, "progress": self._context.tick}
             self._snapshots = make_snapshots(*where, trainer, self._machine, self._context.emit, **given)
             self.trainer = TrainerSeat(trainer, rank=self._order.rank, compute=self._machine.compute)
             version = trainer.version
@@ -162,7 +165,9 @@ class RankWorker:
         where, files = Path(folder), Path(tokenizer_files)
         shards, group, spec = self._shards, self._group, self._policy.spec
         if shards is not None and group is not None:
-            await self._on_compute(lambda: export_shards(spec, self._head, shards, group, where, self._machine, files))
+            given = {"deadline_s": self._config.snapshot.deadline_s, "progress": self._context.tick}
+            work = partial(export_shards, spec, self._head, shards, group, where, self._machine, files, **given)
+            await self._on_compute(work)
         elif self._order.rank == 0:
             await self._on_compute(lambda: export_policy(self._policy, self._head, where, self._machine, files))
 
