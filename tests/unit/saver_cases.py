@@ -234,3 +234,21 @@ def wait_for_a_slow_copy(group: Group, folder: str, *, victim: int, what: str) -
     finally:
         never.set()
     return ""
+
+
+def save_behind_a_stuck_disk(group: Group, folder: str, *, victim: int, pause_s: float, deadline_s: float) -> str:
+    """A save, `pause_s` after one whose file one rank cannot get written."""
+    saver_module.LAST_WORDS_S = 0.5
+    made, _, _ = saver_on(group, Path(folder), background=True, deadline_s=deadline_s)
+    never = threading.Event()
+    if group.rank == victim:
+        made._write_files = lambda job: never.wait(60)  # type: ignore[assignment]
+    try:
+        made.save(1, parts=lambda _: thirds(group, 1.0), state={}, blobs={})
+        time.sleep(pause_s)
+        made.save(2, parts=lambda _: thirds(group, 2.0), state={}, blobs={})
+    except GyreError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        never.set()
+    return ""

@@ -23,6 +23,7 @@ from saver_cases import (
     fail_on,
     load_and_save,
     parts_of,
+    save_behind_a_stuck_disk,
     save_trained,
     saver_on,
     shares_of_faults,
@@ -429,6 +430,17 @@ def test_ranks_whose_copies_are_all_slow_wait_longer_than_a_collective(tmp_path)
         assert pool.run(wait_for_a_slow_copy, str(tmp_path), victim=-1, what="copy") == ["", ""]
     finally:
         pool.close()
+
+
+def test_a_disk_that_is_stuck_on_one_rank_ends_the_wait_on_all(tmp_path):
+    """With the verdict, also where that rank began to wait for it late."""
+    pool = RankPool(2, timeout_s=6.0)
+    try:
+        told = pool.run(save_behind_a_stuck_disk, str(tmp_path), victim=1, pause_s=8.0, deadline_s=9.0)
+    finally:
+        pool.close()
+    late = "SnapshotError: the snapshot of step 1 is not written after 9 s: not all ranks have written their part"
+    assert told == [late, late]
 
 
 @pytest.mark.parametrize("background", [False, True])

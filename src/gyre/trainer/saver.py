@@ -43,7 +43,7 @@ from gyre.trainer.staging import Placed, Staging
 from gyre.vram.diskfile import sync_folder
 
 POLL_S = 0.05
-LAST_WORDS_S = 10.0  # how long the first rank waits for the others to stop before it removes what they wrote
+LAST_WORDS_S = 10.0  # how long ranks have to stop after one has failed, before what they wrote is removed
 COPY_FAILED = "snapshot of step {step} could not be copied to the host"
 NO_MEMORY = "if the host lacks memory, set snapshot.background = false: then nothing is staged"
 
@@ -93,7 +93,7 @@ class Saver:
         self._has_memory = False
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-        self._writing = -1  # step in flight
+        self._writing, self._verdict = -1, ""  # step in flight, and the note that ends it
         self._last_verdict = ""  # its note, which a rank may still be about to read
 
     def save(
@@ -113,7 +113,7 @@ class Saver:
             if not self._background:
                 self._write(job)
                 return
-            self._writing = step
+            self._writing, self._verdict = step, job.key("verdict")
             self._thread = threading.Thread(target=self._write_apart, args=(job,), name=f"snapshot-{step}", daemon=True)
             job.copied.clear()
             try:
@@ -136,14 +136,18 @@ class Saver:
     # On the calling thread, all ranks together -----------------------------------------------------------------------
 
     def _settle(self, next_step: int | None) -> None:
-        """Wait for the save before, and let its failure out, on all ranks."""
+        """Wait for the save before, and let its failure out, on all ranks. Where a disk is stuck on one, the others'
+        threads end with the verdict, and they soon wait for this rank in a collective."""
         thread, began = self._thread, time.monotonic()
+        until, heard = began + self._deadline_s, False
         tells = thread is not None and thread.is_alive() and next_step is not None and self._group.rank == 0
         if tells:
             self._emit("snapshot.waiting", step=next_step, writing=self._writing)
-        while thread is not None and thread.is_alive() and time.monotonic() - began < self._deadline_s:
+        while thread is not None and thread.is_alive() and time.monotonic() < until:
             self._group.check("snapshot")
             thread.join(POLL_S)
+            if not heard and self._group.notes.get(self._verdict) is not None:
+                heard, until = True, min(until, time.monotonic() + LAST_WORDS_S)
         failure = self._failure
         if thread is not None and thread.is_alive():
             failure = DeadlineError(
