@@ -14,6 +14,7 @@ import torch
 from trainer_cases import whole_tensors
 from zero_cases import batch_for, gathered_parts, trainer_on
 
+from gyre.core.errors import GyreError
 from gyre.parallel import faults
 from gyre.parallel.group import Group, alone
 from gyre.trainer import saver as saver_module
@@ -211,3 +212,43 @@ def bytes_read_to_restore(group: Group | None, path: str, kind: str, **settings:
 
         shardfile.zlib = zlib
     return total[0]
+
+
+def wait_for_a_slow_copy(group: Group, folder: str, *, victim: int, what: str) -> str:
+    """A step behind a save whose copy does not end on one rank (-1: takes 8 s on all), or a save whose memory does not
+    come there."""
+    made, _, _ = saver_on(group, Path(folder), background=True, deadline_s=9.0 if what == "memory" else 60.0)
+    trainer, never, honest = trainer_on(group, "sft", layout="zero1"), threading.Event(), made._staging.fill
+    if group.rank == victim and what == "copy":
+        made._staging.fill = lambda placed: never.wait(60)  # type: ignore[assignment]
+    if victim == -1:
+        made._staging.fill = lambda placed: (time.sleep(8.0), honest(placed))[1]
+    if group.rank == victim and what == "memory":
+        made._staging._make = lambda size_bytes: never.wait(60)  # type: ignore[assignment]
+    try:
+        made.prepare(trainer.snapshot_bytes())
+        made.save(1, parts=trainer.live_snapshot, state={}, blobs={})
+        trainer.step_now(batch_for(8, seed=0))
+    except GyreError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        never.set()
+    return ""
+
+
+def save_behind_a_stuck_disk(group: Group, folder: str, *, victim: int, pause_s: float, deadline_s: float) -> str:
+    """A save, `pause_s` after one whose file one rank cannot get written."""
+    saver_module.LAST_WORDS_S = 0.5
+    made, _, _ = saver_on(group, Path(folder), background=True, deadline_s=deadline_s)
+    never = threading.Event()
+    if group.rank == victim:
+        made._write_files = lambda job: never.wait(60)  # type: ignore[assignment]
+    try:
+        made.save(1, parts=lambda _: thirds(group, 1.0), state={}, blobs={})
+        time.sleep(pause_s)
+        made.save(2, parts=lambda _: thirds(group, 2.0), state={}, blobs={})
+    except GyreError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        never.set()
+    return ""

@@ -23,9 +23,11 @@ from saver_cases import (
     fail_on,
     load_and_save,
     parts_of,
+    save_behind_a_stuck_disk,
     save_trained,
     saver_on,
     shares_of_faults,
+    wait_for_a_slow_copy,
     written_by,
 )
 from trainer_cases import SPEC, make_trainer
@@ -397,6 +399,48 @@ def test_a_rank_that_fails_fails_the_save_on_all(ranks, tmp_path, how, says, bac
         assert ("File too large" in answer["told"] and "free space" in answer["hint"]) or how == "copy"
         assert answer["steps"] == (1,) and answer["after"] == (1, 3)
         assert answer["left"] == ["step-00000001"] and answer["seconds"] < 60
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("copy", ", 4.8 s after another rank's part"),
+        ("memory", "the memory that snapshots are staged in is not there after 9 s"),
+    ],
+)
+def test_a_rank_that_waits_too_long_for_its_copy_says_so_itself(tmp_path, what, says):
+    """Before the others, who wait for it, lose patience and can only guess."""
+    pool = RankPool(2, timeout_s=6.0)
+    try:
+        told = pool.run(wait_for_a_slow_copy, str(tmp_path), victim=1, what=what)
+    finally:
+        pool.close()
+    assert says in told[0] and says in told[1], told
+    if what == "copy":
+        assert told[1].startswith("DeadlineError: the snapshot of step 1 is not copied to the host by rank 1 after ")
+        assert "rank 1 failed: DeadlineError" in told[0]
+    else:
+        late = "SnapshotError: snapshot of step 1 could not be copied to the host by rank 1: "
+        assert told[0].startswith(late) and told[1].startswith(late)
+
+
+def test_ranks_whose_copies_are_all_slow_wait_longer_than_a_collective(tmp_path):
+    pool = RankPool(2, timeout_s=6.0)
+    try:
+        assert pool.run(wait_for_a_slow_copy, str(tmp_path), victim=-1, what="copy") == ["", ""]
+    finally:
+        pool.close()
+
+
+def test_a_disk_that_is_stuck_on_one_rank_ends_the_wait_on_all(tmp_path):
+    """With the verdict, also where that rank began to wait for it late."""
+    pool = RankPool(2, timeout_s=6.0)
+    try:
+        told = pool.run(save_behind_a_stuck_disk, str(tmp_path), victim=1, pause_s=8.0, deadline_s=9.0)
+    finally:
+        pool.close()
+    late = "SnapshotError: the snapshot of step 1 is not written after 9 s: not all ranks have written their part"
+    assert told == [late, late]
 
 
 @pytest.mark.parametrize("background", [False, True])

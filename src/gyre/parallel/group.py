@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, Literal
@@ -29,6 +30,7 @@ from gyre.parallel.traffic import Kind, Traffic
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 FRAME_BYTES, HEAD_BYTES = 2048, 4  # of `share`: what fits into a frame is shared by one collective; text's length first
 SLICE = timedelta(seconds=0.1)  # between two looks at the fault board
+PATIENCE = 0.8  # the rest is for ranks that came to the wait earlier
 LOST = ("gloo", "NCCL", "nccl", "ProcessGroup", "onnection", "imed out", "imeout", "abort")
 
 
@@ -46,8 +48,10 @@ class Group:
         board: FaultBoard | None = None,
         notes: Notes | None = None,
         traffic: Traffic | None = None,
+        timeout_s: float = math.inf,
     ) -> None:
-        self.name, self.rank, self.size, self.device = name, rank, size, device
+        """`timeout_s`: longest that a rank waits for the others in one collective."""
+        self.name, self.rank, self.size, self.device, self.timeout_s = name, rank, size, device, timeout_s
         self.notes: Notes = notes or OwnNotes()
         self._group, self._board = process_group, board
         self.traffic = traffic or Traffic()  # of all groups of this rank
@@ -68,7 +72,14 @@ class Group:
             board=self._board,
             notes=self.notes,
             traffic=self.traffic,
+            timeout_s=self.timeout_s,
         )
+
+    @property
+    def patience_s(self) -> float:
+        """Longest that one rank may wait by itself while others are in a collective, if its own error is to come before
+        theirs."""
+        return PATIENCE * self.timeout_s
 
     def all_reduce(self, x_N: Tensor, op: Literal["sum", "max"] = "sum") -> None:
         """Sum (or largest) over the ranks, in place."""

@@ -102,6 +102,7 @@ def join(seat: Seat) -> Group:
             process_group=group,
             board=board,
             notes=StoreNotes(PrefixStore(f"gyre/{seat.round_id}/notes", _connect(seat))),
+            timeout_s=seat.timeout_s,
         )
         world.barrier()
         refuse_mixture(world, read_device(seat.device))

@@ -132,6 +132,7 @@ class SnapshotConfig(Section):
     with moments in 8 bits, over the number of ranks; the planner counts them."""
     deadline_s: float = Field(default=1800.0, gt=0.0)
     """Longest that a save, or the end of a stage, waits for the one that is being written in the background, and an
-    update or a move until it is copied; and that ranks wait for the first one at the disk in an export."""
+    update or a move until it is copied; and that ranks wait for the first one at the disk in an export. An update waits
+    for 0.8 of `parallel.timeout_s` at most once another rank's part is copied: that one is in a collective then."""
     keep: int = Field(default=2, ge=1)
     """Newest snapshots kept on disk."""

@@ -43,7 +43,7 @@ from gyre.trainer.staging import Placed, Staging
 from gyre.vram.diskfile import sync_folder
 
 POLL_S = 0.05
-LAST_WORDS_S = 10.0  # how long the first rank waits for the others to stop before it removes what they wrote
+LAST_WORDS_S = 10.0  # how long ranks have to stop after one has failed, before what they wrote is removed
 COPY_FAILED = "snapshot of step {step} could not be copied to the host"
 NO_MEMORY = "if the host lacks memory, set snapshot.background = false: then nothing is staged"
 
@@ -90,9 +90,10 @@ class Saver:
         self._store, self._group, self._background = store, group, background
         self._deadline_s, self._emit, self._progress = deadline_s, emit, progress
         self._staging = Staging(group.device, deadline_s=deadline_s)
+        self._has_memory = False
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-        self._writing = -1  # step in flight
+        self._writing, self._verdict = -1, ""  # step in flight, and the note that ends it
         self._last_verdict = ""  # its note, which a rank may still be about to read
 
     def save(
@@ -112,7 +113,7 @@ class Saver:
             if not self._background:
                 self._write(job)
                 return
-            self._writing = step
+            self._writing, self._verdict = step, job.key("verdict")
             self._thread = threading.Thread(target=self._write_apart, args=(job,), name=f"snapshot-{step}", daemon=True)
             job.copied.clear()
             try:
@@ -135,14 +136,18 @@ class Saver:
     # On the calling thread, all ranks together -----------------------------------------------------------------------
 
     def _settle(self, next_step: int | None) -> None:
-        """Wait for the save before, and let its failure out, on all ranks."""
+        """Wait for the save before, and let its failure out, on all ranks. Where a disk is stuck on one, the others'
+        threads end with the verdict, and they soon wait for this rank in a collective."""
         thread, began = self._thread, time.monotonic()
+        until, heard = began + self._deadline_s, False
         tells = thread is not None and thread.is_alive() and next_step is not None and self._group.rank == 0
         if tells:
             self._emit("snapshot.waiting", step=next_step, writing=self._writing)
-        while thread is not None and thread.is_alive() and time.monotonic() - began < self._deadline_s:
+        while thread is not None and thread.is_alive() and time.monotonic() < until:
             self._group.check("snapshot")
             thread.join(POLL_S)
+            if not heard and self._group.notes.get(self._verdict) is not None:
+                heard, until = True, min(until, time.monotonic() + LAST_WORDS_S)
         failure = self._failure
         if thread is not None and thread.is_alive():
             failure = DeadlineError(
@@ -178,7 +183,7 @@ class Saver:
         copied = threading.Event()
         copied.set()
         try:
-            own = parts(partial(self._hold, step, copied) if self._background else None)
+            own = parts(partial(self._hold, step, aside, copied) if self._background else None)
             mine, placed = list(own["tensors"].values()), None
             if self._background:
                 placed = self._staging.place(mine)
@@ -188,6 +193,8 @@ class Saver:
         except (OSError, RuntimeError, GyreError) as error:  # RuntimeError: torch has no common type for lack of memory
             failure = self._told(COPY_FAILED.format(step=step), error)
         numbers = [time.monotonic() - began, self._staging.size_bytes]
+        if self._background and not self._has_memory:
+            self._meet(step, aside)
         try:
             told = self._agree(failure, numbers)
         except SnapshotError:
@@ -198,19 +205,39 @@ class Saver:
             seconds, sizes = (list(column) for column in zip(*told, strict=True))
             self._emit("snapshot.begun", step=step, seconds=max(seconds), buffer_bytes=sum(sizes))
         assert job is not None
+        self._has_memory = True
         return job
 
-    def _hold(self, step: int, copied: threading.Event) -> None:
-        """Called by whoever is about to change what is saved: returns once it is copied, whatever other ranks do."""
+    def _meet(self, step: int, aside: Path) -> None:
+        """Wait until every rank has its memory, or knows that it gets none. To make it can take longer than a
+        collective may; a rank that does not come at all is named by the one that follows."""
+        notes, keys = self._group.notes, _placed_keys(aside, self._group.size)
+        notes.put(keys[self._group.rank], "")
+        until = time.monotonic() + self._deadline_s + LAST_WORDS_S
+        while time.monotonic() < until and any(notes.get(key) is None for key in keys):
+            self._group.check(f"snapshot of step {step}")
+            self._progress()
+            time.sleep(POLL_S)
+
+    def _hold(self, step: int, aside: Path, copied: threading.Event) -> None:
+        """Called by whoever is about to change what is saved: returns once it is copied, whatever other ranks do. One
+        that has copied soon waits in a collective; the error that names this rank comes before its patience ends."""
         if copied.is_set():
             return
-        began = time.monotonic()
+        began, until = time.monotonic(), time.monotonic() + self._deadline_s
+        alone = False  # whether another rank has copied
         while not copied.wait(POLL_S):
             self._progress()
-            if time.monotonic() - began > self._deadline_s:
+            if not alone and self._group.notes.get(f"{aside.name}/copied") is not None:
+                alone, until = True, min(until, time.monotonic() + self._group.patience_s)
+            if time.monotonic() > until:
+                why = f", {self._group.patience_s:g} s after another rank's part" if alone else ""
+                by = f" by rank {self._group.rank}" if self._group.size > 1 else ""
                 raise DeadlineError(
-                    f"the snapshot of step {step} is not copied to the host after {self._deadline_s:g} s",
-                    hint="the host is short of memory or busy: snapshot less often, or set snapshot.background = false",
+                    f"the snapshot of step {step} is not copied to the host{by} after "
+                    f"{time.monotonic() - began:.3g} s{why}",
+                    hint="the host is short of memory or busy: snapshot less often, or set snapshot.background = "
+                    "false; where ranks wait for each other, raise parallel.timeout_s if it is only slow",
                 )
         self._emit("snapshot.held", step=step, rank=self._group.rank, seconds=time.monotonic() - began)
 
@@ -243,6 +270,8 @@ class Saver:
         written, fault = "", None
         try:
             self._copy(job)
+            if job.placed is not None:
+                notes.put(job.key("copied"), "")
             written = to_text(self._write_files(job))
         except Stopped:
             pass  # the one that failed has said why
@@ -322,7 +351,8 @@ class Saver:
                 stopped = lambda: "" if look() is not None and len(found) == len(keys) else None  # noqa: E731
                 self._wait_for(job, stopped, "not all ranks have stopped", LAST_WORDS_S)
             shutil.rmtree(job.aside, ignore_errors=True)
-        notes.drop([*keys, job.key("failed"), self._last_verdict])
+        told = [job.key("failed"), job.key("copied"), *_placed_keys(job.aside, self._group.size)]
+        notes.drop([*keys, *told, self._last_verdict])
         self._last_verdict = job.key("verdict")
         notes.put(self._last_verdict, verdict)
         if fault is not None:
@@ -361,6 +391,10 @@ class Saver:
         text = error.message if isinstance(error, GyreError) else getattr(error, "strerror", None) or str(error)
         hint = hint or (error.hint if isinstance(error, GyreError) else "") or NO_MEMORY
         return SnapshotError(f"{what}{by}: {text}", hint=hint)
+
+
+def _placed_keys(aside: Path, num_ranks: int) -> list[str]:
+    return [f"{aside.name}/placed/{rank}" for rank in range(num_ranks)]
 
 
 def _as_note(error: GyreError) -> str:
