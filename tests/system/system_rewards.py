@@ -44,6 +44,15 @@ def fails_later(task, completion, *, flag):
     return 1.0
 
 
+def varied_once_back(task, completion, *, events):
+    """As `varied`; while an engine is lost it waits until that is back."""
+    while True:
+        told = Path(events).read_text()
+        if told.count('"engine.rejoined"') >= told.count('"engine.lost"'):
+            return varied(task, completion)
+        time.sleep(0.1)
+
+
 def digit_share(task, completion):
     """What a random model does a little and can learn to do always: write digits."""
     return sum(char.isdigit() for char in completion) / max(1, len(completion))

@@ -98,14 +98,20 @@ def test_a_killed_worker_costs_a_restart_and_nothing_else(
     assert "worker-1" in restart["error"]
 
 
-def test_a_worker_that_hangs_is_noticed_and_costs_a_restart(tmp_path: Path, undisturbed: Story) -> None:
-    fault = Fault(point="event", match="phase.started train", number=2, action="stop_worker", worker="worker-0")
+@pytest.mark.parametrize(
+    ("phase", "at"), [("train", "step_now"), ("handover", "fault-board"), ("snapshot", "saver.py")]
+)
+def test_a_worker_that_hangs_is_noticed_and_costs_a_restart(
+    tmp_path: Path, undisturbed: Story, phase: str, at: str
+) -> None:
+    """Wherever it stops: within hang_s, with what the other one was at."""
+    fault = Fault(point="event", match=f"phase.started {phase}", number=2, action="stop_worker", worker="worker-0")
     sets = {**ON_RAY, "cluster": {**ON_RAY["cluster"], "hang_s": 6.0}}
     story = finished(tmp_path, sets, fault=fault)
     assert story == undisturbed
     (restart,) = events_of(tmp_path / "runs" / "tiny", "retry.run_restarted")
     error = restart["error"]
-    assert "hangs" in error and "worker-0 answers nothing" in error and "== worker-1" in error and "step_now" in error
+    assert "hangs" in error and "worker-0 answers nothing" in error and "== worker-1" in error and at in error
 
 
 def test_restarts_are_bounded_and_the_last_error_names_the_worker(tmp_path: Path) -> None:
@@ -114,21 +120,31 @@ def test_restarts_are_bounded_and_the_last_error_names_the_worker(tmp_path: Path
     assert "worker-0" in answer.err and "Traceback" not in answer.err
 
 
-def test_a_killed_engine_costs_its_rollouts_only(tmp_path: Path) -> None:
+def test_a_killed_engine_costs_its_rollouts_only_and_comes_back(tmp_path: Path) -> None:
+    """Scores of the step in which it is lost wait until it is back, so the steps after that have it."""
+    folder = tmp_path / "runs" / "tiny"
+    options = {"events": str(folder / "events.jsonl")}
+    part = {"kind": "function", "path": "system_rewards:varied_once_back", "options": options, "limit_s": 100.0}
     sets = {
         **ON_RAY,
+        "trainer.steps": 5,
+        "rewards": {"workers": 1, "parts": [part]},
         "rollout.max_tokens": 64,
         "rollout.ignore_eos": True,
         "cluster": {**ON_RAY["cluster"], "num_workers": 1, "engine_workers": 1},
     }
     fault = Fault(point="event", match="phase.started rollout", number=2, action="kill_worker", worker="engine-0")
     story = finished(tmp_path, sets, fault=fault)
-    assert story.num_attempts == 1 and len(story.steps) == 4
-    folder = tmp_path / "runs" / "tiny"
+    assert story.num_attempts == 1 and len(story.steps) == 5
     (lost,) = events_of(folder, "engine.lost")
     assert lost["engine"] == "engine-0"
     again = events_of(folder, "retry.request_requeued")
     assert len(again) == lost["requests"] > 0
+    (back,) = events_of(folder, "engine.rejoined")
+    assert (back["engine"], back["version"]) == ("engine-0", 1)
+    taken = [row["version"] for row in events_of(folder, "engine.committed") if row.get("worker") == "engine-0"]
+    assert taken == [0, 1, 1, 2, 3, 4, 5], "versions before and after it was lost"
+    assert all(step["metrics"]["logprob_gap_max"] < 1e-4 for step in story.steps), story.steps
     assert not events_of(folder, "retry.run_restarted")
 
 

@@ -139,13 +139,14 @@ def test_what_a_user_can_act_on_comes_as_it_is() -> None:
 
 def test_a_version_that_is_over_gives_no_tensors() -> None:
     async def work() -> None:
-        group, cluster, _ = await make("fake_trainer", [{}, {}])
+        group, cluster, events = await make("fake_trainer", [{}, {}])
         manifest, tensors = group.register()
         assert manifest.version == 0 and tensors["version"].tolist() == [0.0]
         assert {name: t.tolist() for name, t in tensors.fetch_all().items()} == {"version": [0.0]}
         await group.step(batch(1))
         with pytest.raises(InputError, match="version 0 was asked for"):
             tensors["version"]
+        assert not [kind for kind, _ in events if kind == "rank.failed"], "it is well"
         assert group.register()[1]["version"].tolist() == [1.0]
         await cluster.close()
 

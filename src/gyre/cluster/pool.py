@@ -279,10 +279,10 @@ class EnginePool:
         self._come_back(self._restart(member))
         self._desk.route()
 
-    def _surely(self, work: Callable[..., None], *args: Any, **options: Any) -> None:
+    def _surely(self, work: Callable[..., None], *args: Any) -> None:
         """Do it. Whatever breaks it, a full disk under the events above all, every reader and caller gets that."""
         try:
-            work(*args, **options)
+            work(*args)
         except Exception as error:  # noqa: BLE001  it is raised to all of them
             self._break_off(error)
 
@@ -364,7 +364,7 @@ class EnginePool:
         was_away = member.state == "fresh"
         member.state, member.prepared = "up", None
         if was_away:
-            self._surely(self._emit, "engine.rejoined", engine=member.name, version=version)
+            self._surely(lambda: self._emit("engine.rejoined", engine=member.name, version=version))
 
     async def _try_offer(self, member: Member, offer: Offer) -> str:
         """Why an engine could not take a version, or ""."""

@@ -18,7 +18,7 @@ from gyre.cluster.seats import add_usage
 from gyre.cluster.waiting import CALLS, LOSSES
 from gyre.cluster.watchdog import HINT, LOOK_S, Patience, Watchdog
 from gyre.core.contracts import Cluster, WorkerHandle
-from gyre.core.errors import RankError, WorkerLate, WorkerLost
+from gyre.core.errors import InputError, RankError, WorkerLate, WorkerLost
 from gyre.core.records import Component, Evaluation, Manifest, StepReport, Tier, TrainBatch, Usage, Which
 
 GRACE_S = 8.0  # how long the other ranks have to say what they saw, once one has failed
@@ -168,10 +168,12 @@ class TrainerGroup:
     def _raise_verdict(self, what: str, errors: Mapping[int, BaseException]) -> None:
         rank, error = find_cause(errors)
         handle = self._handles[rank]
-        self._emit("rank.failed", rank=rank, worker=handle.name, place=handle.place, what=what, error=str(error)[:4000])
+        place = handle.place
+        if not isinstance(error, InputError):  # which a rank that is well may say, of a version that is over
+            self._emit("rank.failed", rank=rank, worker=handle.name, place=place, what=what, error=str(error)[:4000])
         if not isinstance(error, (*LOSSES, RankError)):
             raise error
-        raise RankError(f"{what}: rank {rank} ({handle.name}, {handle.place}) failed: {error}", hint=HINT) from error
+        raise RankError(f"{what}: rank {rank} ({handle.name}, {place}) failed: {error}", hint=HINT) from error
 
     def _now(self, method: str, *args: Any, what: str = "", num_ranks: int | None = None) -> list[Any]:
         """The same for a caller that may block, which must not be the thread that delivers answers. It has a thread
