@@ -84,7 +84,7 @@ def test_a_model_that_ranks_hold_whole_is_offered_shards() -> None:
     apart = replace(asked, shards=lain | {"reference": Shards()}, reference=True)
     (zero3,) = [way.asked for kind in lighter(apart) for way in kind if way.words(None) == "parallel.zero = 3"]
     assert zero3.shards["reference"] == Shards() and zero3.shards["actor"] == Shards(zero=3, ranks=8)
-    for keeps in ({"offload_parameters": ("actor",)}, {"batch_invariant": True}):
+    for keeps in ({"offload_parameters": ("actor",)}, {"engines_alone": True}, {"batch_invariant": True}):
         texts = [way.words(None) for kind in lighter(replace(asked, **keeps)) for way in kind]
         assert not any("zero" in text for text in texts), "the config refuses it"
     assert not any("checkpointing" in text for text in texts), "it would change nothing"

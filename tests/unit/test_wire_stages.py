@@ -19,12 +19,12 @@ from gyre.loop.evaluate import Outcome
 from gyre.models.spec import hub_config_from_spec
 from gyre.observe.events import is_counted
 from gyre.parallel.config import ParallelConfig
-from gyre.planner.plan import Shards
+from gyre.planner.plan import Hardware, Shards
 from gyre.runconfig import RunConfig, parse_run_config
 from gyre.wire import commands
 from gyre.wire.clusters import Request, plan_stages_for
 from gyre.wire.make import Machine, check_invariant
-from gyre.wire.stages import expected_ranks, lie_over, load_stage_data, plan_run, plan_stages
+from gyre.wire.stages import cut_hardware, expected_ranks, lie_over, load_stage_data, plan_run, plan_stages
 
 ROWS = [{"prompt": f"p{i}", "response": f"r{i}", "chosen": f"good{i}", "rejected": f"bad{i}"} for i in range(40)]
 
@@ -98,6 +98,7 @@ def test_batch_invariant_training_is_refused_where_the_kernels_cannot_run(
     tmp_path, monkeypatch, device, dtype, changes, words
 ):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)  # as where Triton is installed
+    monkeypatch.setattr("gyre.wire.make.why_too_old", lambda device: None)
     config = config_for(tmp_path, "grpo", 0, engine={"batch_invariant": True}, rewards={"parts": [{"kind": "answer"}]})
     machine = Machine(device=torch.device(device), dtype=dtype, compute=ThreadPoolExecutor(1))
     (stage,), spec = plan_stages(config, "all"), replace(trainer_cases.SPEC, **changes)
@@ -106,6 +107,9 @@ def test_batch_invariant_training_is_refused_where_the_kernels_cannot_run(
     assert caught.value.message.startswith("engine.batch_invariant = true: ") and "leave it out" in caught.value.hint
     able = replace(machine, device=torch.device("cuda"), dtype=torch.bfloat16)
     check_invariant(config, stage, trainer_cases.SPEC, able, 64)
+    monkeypatch.setattr("gyre.wire.make.why_too_old", lambda device: "compute capability 7")
+    with pytest.raises(ConfigError, match="compute capability 7"):
+        check_invariant(config, stage, trainer_cases.SPEC, able, 64)
     (offline,) = plan_stages(config_for(tmp_path, "sft", 0, engine={"batch_invariant": True}), "all")
     check_invariant(config, offline, spec, machine, 64)
 
@@ -229,3 +233,14 @@ def test_weights_in_host_memory_are_refused_beside_an_engine_and_in_shards(tmp_p
     plan = plan_run(config, stage, spec, data, dtype="float32", folder=tmp_path, ranks=2)
     tiers = {component.name: component.tiers for component in plan.components}
     assert tiers["reference"] == ("host",) and tiers["reference.rooms"] == ("device", "none")
+
+
+@pytest.mark.parametrize(("device", "whole"), [("cpu", 1), ("cuda", 2)])
+def test_devices_that_share_a_machine_share_its_memory(device, whole):
+    machine = Hardware(
+        device=device, device_name="", device_total_bytes=64, device_free_bytes=32, host_total_bytes=80,
+        host_available_bytes=40, disk_free_bytes=20, cores=8, bf16=True, saving="c_cpu",
+    )  # fmt: skip
+    part = cut_hardware(machine, 2)
+    assert (part.device_total_bytes, part.device_free_bytes) == (32 * whole, 16 * whole), "a GPU is not shared"
+    assert (part.host_total_bytes, part.host_available_bytes, part.disk_free_bytes, part.cores) == (40, 20, 10, 4)

@@ -39,14 +39,17 @@ class ClusterGate:
         ranks = {rank.name: asyncio.wrap_future(rank.begin("enter", phase, step)) for rank in self._ranks}
         engines = self._engines()
         deadline_s = self._calls.seconds
-        hang, *alone = await asyncio.gather(
-            self._watchdog.settle(f"phase {phase} of step {step}", ranks, self._calls),
-            *(ask(engine, "enter", phase, step, deadline_s=deadline_s, stacks=True) for engine in engines),
-            return_exceptions=True,
-        )
-        if isinstance(hang, BaseException):
-            raise hang
-        found = [*(call.exception() or call.result() for call in ranks.values()), *alone]
+        asked = (ask(engine, "enter", phase, step, deadline_s=deadline_s, stacks=True) for engine in engines)
+        alone = [asyncio.ensure_future(call) for call in asked]
+        try:
+            await self._watchdog.settle(f"phase {phase} of step {step}", ranks, self._calls)
+        except BaseException:  # a verdict on the ranks waits for no engine
+            for call in alone:
+                call.cancel()
+            await asyncio.gather(*alone, return_exceptions=True)
+            raise
+        answers = await asyncio.gather(*alone, return_exceptions=True)
+        found = [*(call.exception() or call.result() for call in ranks.values()), *answers]
         held = {}
         for handle, result in zip([*self._ranks, *engines], found, strict=True):
             if isinstance(result, LOSSES):

@@ -452,7 +452,7 @@ class EnginePool:
         patience = Patience(key=CALLS, seconds=self._settings.call_deadline_s)
         try:
             await self._watchdog.guard(watched, calls, patience)
-        except RankError as error:
+        except Exception as error:  # noqa: BLE001  a hang, or what kept it from being told: nobody watches any more
             self._break_off(error)
 
 

@@ -162,7 +162,8 @@ class TrainerGroup:
                 self._raise_verdict(what, errors)
             return [task.result() for task in tasks]
         except RankError as error:
-            self._failed = error
+            if num_ranks is None:  # what one rank alone did not do in time may hold up whoever asked, and no other
+                self._failed = error
             raise
 
     def _raise_verdict(self, what: str, errors: Mapping[int, BaseException]) -> None:

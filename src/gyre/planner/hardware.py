@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from gyre.kernels.choose import why_too_old
 from gyre.kernels.cpu.build import Unavailable
 from gyre.kernels.cpu.chunks import load_chunks
 from gyre.observe.hardware import describe_hardware
@@ -35,12 +36,15 @@ def read_hardware(disk_folder: Path | None = None) -> Hardware:
         disk_free_bytes=_disk_free(disk_folder) if disk_folder is not None else 0,
         cores=cores,
         bf16=torch.cuda.is_bf16_supported(including_emulation=False) if on_cuda else facts["flags"]["bf16"],
-        saving=saving_on_cuda() if on_cuda else saving_on_cpu(),
+        saving=saving_on_cuda(device) if on_cuda else saving_on_cpu(),
     )
 
 
-def saving_on_cuda() -> Saving:
-    """Torch for GPUs brings Triton along."""
+def saving_on_cuda(device: torch.device | None = None) -> Saving:
+    """Torch for GPUs brings Triton along. A device that is too old for it keeps what products and a softmax keep, as a
+    CPU without C kernels; without a device, one that is not."""
+    if device is not None and why_too_old(device) is not None:
+        return "torch_cpu"
     return "triton" if importlib.util.find_spec("triton") is not None else "torch_cuda"
 
 

@@ -57,11 +57,11 @@ def _smaller_chunks(inputs: PlanInputs) -> Iterator[Change]:
 
 def _more_in_shards(inputs: PlanInputs) -> Iterator[Change]:
     """A higher ZeRO stage for every model that lies as the actor does. The engine's kernels, in batch-invariant
-    training, and what is offloaded need whole weights."""
+    training, engines beside no rank, and what is offloaded need whole weights."""
     lie = {model: inputs.shards.get(model, Shards()) for model in MODELS}
     actor = lie["actor"]
     alike = [model for model in MODELS if lie[model] == actor]
-    needs_whole = inputs.batch_invariant or set(alike) & set(inputs.offload_parameters)
+    needs_whole = inputs.batch_invariant or inputs.engines_alone or set(alike) & set(inputs.offload_parameters)
     split = "" if actor.zero else f" with parallel.shard_ranks = {inputs.ranks}"
     for zero in STAGES[actor.zero :] if inputs.ranks > 1 else ():
         if zero >= 2 and needs_whole:

@@ -119,6 +119,7 @@ class PlanInputs:
     reference: bool = False
     reward_model: ModelNumbers | None = None
     shared_weights: bool = True  # the engine reads the trainer's own parameters
+    engines_alone: bool = False  # on workers without a rank, which take whole weights only
     device: DeviceKind | None = None
     dtype: Dtype | None = None
     threads: int | None = None

@@ -43,6 +43,7 @@ from gyre.trainer.staging import Placed, Staging
 from gyre.vram.diskfile import sync_folder
 
 POLL_S = 0.05
+AHEAD = ("copied", "verdict")  # notes that say that another rank has copied its part; the first goes with the save
 LAST_WORDS_S = 10.0  # how long ranks have to stop after one has failed, before what they wrote is removed
 COPY_FAILED = "snapshot of step {step} could not be copied to the host"
 NO_MEMORY = "if the host lacks memory, set snapshot.background = false: then nothing is staged"
@@ -145,14 +146,17 @@ class Saver:
             self._emit("snapshot.waiting", step=next_step, writing=self._writing)
         while thread is not None and thread.is_alive() and time.monotonic() < until:
             self._group.check("snapshot")
+            self._progress()
             thread.join(POLL_S)
             if not heard and self._group.notes.get(self._verdict) is not None:
                 heard, until = True, min(until, time.monotonic() + LAST_WORDS_S)
         failure = self._failure
         if thread is not None and thread.is_alive():
+            hint = "the disk is slow or stuck: raise snapshot.deadline_s, or snapshot less often"
+            waited_s = time.monotonic() - began
             failure = DeadlineError(
-                f"the snapshot of step {self._writing} is not written after {self._deadline_s:g} s of waiting",
-                hint="the disk is slow or stuck: raise snapshot.deadline_s, or snapshot less often",
+                f"the snapshot of step {self._writing} is not written after {waited_s:.3g} s of waiting",
+                hint="this rank's disk is stuck: the other ranks are done with it" if heard else hint,
             )
         elif thread is not None:
             if tells:
@@ -228,7 +232,7 @@ class Saver:
         alone = False  # whether another rank has copied
         while not copied.wait(POLL_S):
             self._progress()
-            if not alone and self._group.notes.get(f"{aside.name}/copied") is not None:
+            if not alone and any(self._group.notes.get(f"{aside.name}/{told}") is not None for told in AHEAD):
                 alone, until = True, min(until, time.monotonic() + self._group.patience_s)
             if time.monotonic() > until:
                 why = f", {self._group.patience_s:g} s after another rank's part" if alone else ""

@@ -86,7 +86,7 @@ def plan_shape(request: Request) -> dict[str, Any]:
     job = Job(
         model=model_numbers(spec),
         dtype=_dtype(None, cluster.gpu),
-        saving=_saving(_dtype(None, cluster.gpu)),
+        saving=_saving(_dtype(None, cluster.gpu), cluster.gpu),
         longest=request.sequence_tokens,
         mean_tokens=request.sequence_tokens,
         tokens_per_update=request.update_tokens,
@@ -159,7 +159,7 @@ def make_job(inputs: PlanInputs, dtype: Dtype, cluster: Cluster) -> Job:
     return Job(
         model=inputs.model,
         dtype=dtype,
-        saving=_saving(dtype),
+        saving=_saving(dtype, cluster.gpu),
         longest=longest,
         mean_tokens=mean,
         tokens_per_update=per_update * mean,
@@ -193,8 +193,11 @@ def _dtype(asked: Dtype | None, gpu: Gpu) -> Dtype:
     return asked or best_dtype("cuda", bf16=gpu.bf16)
 
 
-def _saving(dtype: Dtype) -> Saving:
-    """The GPUs are not here, and neither is their torch, which brings Triton along. Its kernels take no float32."""
+def _saving(dtype: Dtype, gpu: Gpu) -> Saving:
+    """The GPUs are not here, and neither is their torch, which brings Triton along. Its kernels take no float32, and
+    run where BF16 is multiplied; an older GPU keeps what products and a softmax keep."""
+    if not gpu.bf16:
+        return "torch_cpu"
     return "torch_cuda" if dtype == "float32" else "triton"
 
 

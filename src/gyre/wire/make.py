@@ -25,6 +25,7 @@ from gyre.engine.config import EngineConfig
 from gyre.engine.native import NativeEngine
 from gyre.engine.runners import why_not_fused
 from gyre.kernels.allocator import keep_freed_memory
+from gyre.kernels.choose import why_too_old
 from gyre.loop.evaluate import Rollouts
 from gyre.loop.ports import TextPort
 from gyre.models.checkpoint import Checkpoint
@@ -176,7 +177,7 @@ def check_invariant(config: RunConfig, stage: Stage, spec: ModelSpec, machine: M
         return
     reason = "on a CPU engine and trainer run different kernels"
     if machine.device.type == "cuda":
-        reason = why_not_fused(spec, machine.dtype, page_tokens)
+        reason = why_too_old(machine.device) or why_not_fused(spec, machine.dtype, page_tokens)
     if reason is not None:
         raise ConfigError(f"{INVARIANT_REFUSAL}: {reason}", hint=INVARIANT_HINT)
 

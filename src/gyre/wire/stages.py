@@ -229,7 +229,8 @@ def plan_run(
     shards = lie_over(config.parallel, ranks)
     for model in stage.trainer.offload_parameters:
         refuse_cut(model, zero=shards[model].zero, ranks=shards[model].ranks)
-    inputs = replace(inputs, ranks=ranks, shards=shards, shared_weights=shards["actor"].zero < 2)
+    shared, alone = shards["actor"].zero < 2, config.cluster.engine_workers > 0
+    inputs = replace(inputs, ranks=ranks, shards=shards, shared_weights=shared, engines_alone=alone)
     return make_plan(inputs, cut_hardware(read_hardware(disk), share))
 
 
@@ -325,7 +326,9 @@ def cut_hardware(hardware: Hardware, share: int) -> Hardware:
     on_cpu = hardware.device == "cpu"
     return replace(
         hardware,
+        device_total_bytes=hardware.device_total_bytes // (share if on_cpu else 1),
         device_free_bytes=hardware.device_free_bytes // (share if on_cpu else 1),
+        host_total_bytes=hardware.host_total_bytes // share,
         host_available_bytes=hardware.host_available_bytes // share,
         disk_free_bytes=hardware.disk_free_bytes // share,
         cores=max(1, hardware.cores // share),
