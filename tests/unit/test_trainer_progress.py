@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 import torch
 from saver_cases import parts_of
@@ -27,6 +30,21 @@ def test_writing_between_two_steps_is_progress_and_writing_beside_them_is_not(tm
         progress=lambda: ticks.append(1),
     )
     saver.save(1, parts=lambda _: parts_of({"weights": torch.zeros(10_000)}), state={}, blobs={})
-    saver.finish()
+    if saver._thread is not None:
+        saver._thread.join(60.0)
     assert store.steps() == (1,)
     assert len(ticks) == 0 if background else len(ticks) >= 10
+    saver.finish()
+
+
+def test_waiting_for_a_snapshot_s_end_is_progress(tmp_path):
+    """A save waits for the one before as long as the disk takes, up to its deadline."""
+    ticks: list[int] = []
+    store = SnapshotStore(tmp_path, keep=1, emit=lambda *_, **__: None)
+    saver = Saver(
+        store, alone(), background=True, deadline_s=60.0, emit=lambda *_, **__: None, progress=lambda: ticks.append(1)
+    )
+    saver._thread = threading.Thread(target=time.sleep, args=(0.3,))
+    saver._thread.start()
+    saver.finish()
+    assert len(ticks) >= 3
