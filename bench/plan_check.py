@@ -152,7 +152,7 @@ def report(args: argparse.Namespace, spec: ModelSpec, measured: dict[str, int], 
     job = Job(
         model=model_numbers(spec),
         dtype="bfloat16",
-        saving=saving_on_cuda() if on_gpu else saving_on_cpu(),
+        saving=saving_on_cuda(device) if on_gpu else saving_on_cpu(),
         longest=args.sequence,
         mean_tokens=args.sequence,
         tokens_per_update=tokens,

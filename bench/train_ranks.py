@@ -326,7 +326,7 @@ def predicted_gib(row: Row, group: Group) -> dict[str, float]:
     job = Job(
         model=model_numbers(row.spec),
         dtype="bfloat16",
-        saving=saving_on_cuda() if group.device.type == "cuda" else saving_on_cpu(),
+        saving=saving_on_cuda(group.device) if group.device.type == "cuda" else saving_on_cpu(),
         longest=length,
         mean_tokens=length,
         tokens_per_update=tokens,

@@ -65,5 +65,5 @@ def test_a_pass_keeps_what_the_formula_says(mode: str, family: str) -> None:
     real = torch.cuda.memory_allocated(device) - before
     assert loss.requires_grad
     size = {"tokens": sum(lengths), "targets": targets, "longest": max(lengths)}
-    predicted = saved_bytes(model_numbers(spec), "bfloat16", saving_on_cuda(), mode, **size)  # pyright: ignore
+    predicted = saved_bytes(model_numbers(spec), "bfloat16", saving_on_cuda(device), mode, **size)  # pyright: ignore
     assert predicted == pytest.approx(real, rel=0.03)

@@ -207,6 +207,6 @@ def test_predicted_activations_cover_the_real_peak(device) -> None:
     torch.cuda.synchronize(device)
     real = torch.cuda.max_memory_allocated(device) - before
     model = ModelNumbers(**{name: getattr(spec, name) for name in ModelNumbers.__dataclass_fields__})
-    guess = activation_bytes(model, "bfloat16", sum(lengths), longest=1024, saving=saving_on_cuda())
+    guess = activation_bytes(model, "bfloat16", sum(lengths), longest=1024, saving=saving_on_cuda(device))
     largest_gradient = 2 * spec.vocab_size * spec.hidden_size  # made beside the one that it is added to
     assert real <= guess + largest_gradient <= 4 * real, (real, guess)

@@ -126,3 +126,22 @@ def waited_for_a_late_device(group: Group, layout: str) -> tuple[float, float]:
             torch.cuda._sleep(cycles)
         found.append(trainer.step_now(batch_for(8, seed=1)).measured["communication_wait_seconds"])
     return found[0], found[1]
+
+
+def held_between_chunks(group: Group, *, tokens_per_chunk: int, **settings: Any) -> tuple[list[int], dict[str, float]]:
+    """Bytes of gradients that wait on this rank to be summed, as each chunk of an update begins; what was sent."""
+    trainer = trainer_on(group, "sft", tokens_per_chunk=tokens_per_chunk, **settings)
+    learner, held = trainer._models.actor, []
+    begin = learner.begin_chunk
+
+    def count_and_begin(*, last: bool) -> None:
+        cut: list[Any] = [
+            part._get_fsdp_state()._fsdp_param_group.fsdp_params for part in sharded_parts(learner.decoder)
+        ]
+        waiting = [p.unsharded_accumulated_grad for parameters in cut for p in parameters]
+        held.append(sum(grad.nbytes for grad in waiting if grad is not None))
+        begin(last=last)
+
+    learner.begin_chunk = count_and_begin
+    report = trainer.step_now(batch_for(12, seed=0))
+    return held, {name.removeprefix("sent_bytes/"): size for name, size in report.measured.items() if "sent_" in name}

@@ -6,11 +6,22 @@ import asyncio
 from typing import Any
 
 import pytest
-from cluster_sim import token_at
+from cluster_sim import SimEngine, token_at
 from pool_bench import A, B, Bench, ask, drive, finish, finishes, go, read, step, tokens_of
 
 from gyre.cluster.host import WorkerFault
 from gyre.core.errors import InputError, RankError
+
+
+async def lost_and_offered_again(bench: Bench) -> SimEngine:
+    """The next life of an engine that died, as it is about to receive the current version; `prepare` is held."""
+    bench.hold("engine.prepare")
+    bench.sim.newest(A).die()
+    await bench.until(lambda: len(bench.sim.lives[A]) == 2)
+    again = bench.sim.newest(A)
+    await bench.reach(again, "engine.prepare")
+    return again
+
 
 # ---- weights
 
@@ -84,11 +95,7 @@ def test_a_version_offered_while_an_engine_catches_up_does_not_disturb_it() -> N
 
     async def work(bench: Bench) -> None:
         await bench.publish(1)
-        bench.hold("engine.prepare")
-        bench.sim.newest(A).die()
-        await bench.until(lambda: len(bench.sim.lives[A]) == 2)
-        again = bench.sim.newest(A)
-        await bench.reach(again, "engine.prepare")  # of version 1
+        again = await lost_and_offered_again(bench)  # version 1
         prepare = asyncio.create_task(bench.prepare(2))
         await bench.reach(bench.sim.newest(B), "engine.prepare")
         bench.release("engine.prepare")
@@ -119,11 +126,7 @@ def test_what_came_back_after_the_pool_was_terminated_waits_for_the_next_version
 def test_an_engine_that_waits_for_weights_is_told_of_when_the_next_version_brings_it_back() -> None:
     async def work(bench: Bench) -> None:
         await bench.publish(1)
-        bench.hold("engine.prepare")
-        bench.sim.newest(A).die()
-        await bench.until(lambda: len(bench.sim.lives[A]) == 2)
-        again = bench.sim.newest(A)
-        await bench.reach(again, "engine.prepare")
+        again = await lost_and_offered_again(bench)
         again.open.pop(0).future.set_exception(InputError("version 1 was asked for, the trainer is at 2"))
         await bench.until(lambda: bench.count("engine.waits_for_weights"))
         bench.release("engine.prepare")

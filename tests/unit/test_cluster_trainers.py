@@ -315,3 +315,47 @@ def test_an_engine_alone_that_cannot_change_phase_costs_itself_and_not_the_run(h
         await cluster.close()
 
     go(work)
+
+
+def test_a_verdict_on_the_ranks_waits_for_no_engine_alone(monkeypatch) -> None:
+    """As where a node with a rank and an engine stops: the engine's own deadline is far away."""
+    monkeypatch.setattr(watchdog, "LOOK_S", 0.1)
+    monkeypatch.setattr(waiting, "STACKS_S", 0.1)
+
+    async def work() -> None:
+        _, cluster, events = await make("gated", [{"held_bytes": 10}, {"held_bytes": 20}])
+        rank, engine = cluster.handles.values()
+        gate = ClusterGate(
+            [rank],
+            emit=lambda kind, **fields: events.append((kind, fields)),
+            deadline_s=600.0,
+            hang_s=1.0,
+            engines=lambda: [engine],
+        )
+        mute(rank, looks=True)
+        mute(engine, looks=True)
+        with pytest.raises(RankError, match="phase rollout of step 3 hangs: no progress on rank-0"):
+            await asyncio.wait_for(gate.enter("rollout", step=3), 30)
+        await cluster.close()
+
+    go(work)
+
+
+def test_a_late_fetch_of_tensors_takes_no_group_along(monkeypatch) -> None:
+    """The one rank that is asked may be at something long; an engine that comes back asks again later."""
+    monkeypatch.setattr(watchdog, "LOOK_S", 0.1)
+
+    async def work() -> None:
+        group, cluster, _ = await make("fake_trainer", [{}, {}], call_deadline_s=1.0)
+        _, tensors = group.register()
+        first = cluster.handles["rank-0"]
+        honest = first.begin
+        first.begin = lambda method, *args: Future() if method == "trainer.tensors" else honest(method, *args)
+        with pytest.raises(RankError, match="tensors of version 0 hangs: no progress on rank-0"):
+            await asyncio.to_thread(tensors.fetch_all)
+        first.begin = honest
+        assert group.register()[0].version == 0
+        assert list(await asyncio.to_thread(tensors.fetch_all)) == ["version"]
+        await cluster.close()
+
+    go(work)

@@ -74,6 +74,19 @@ def test_a_vital_engine_that_answers_nothing_is_found_with_all_stacks_long_befor
     go(work, vital=(A, B), hang_s=0.5)
 
 
+def test_a_hang_that_cannot_be_told_ends_the_call_too() -> None:
+    """The disk of the events is full: nobody would watch any more."""
+
+    async def work(bench: Bench) -> None:
+        commit = await begin_commit(bench)
+        bench.full_disk_at = "rank.hung"
+        bench.sim.newest(B).look = lambda what: Future()  # type: ignore[method-assign]
+        with pytest.raises(OSError, match="No space left"):
+            await asyncio.wait_for(commit, 30)
+
+    go(work, vital=(A, B), hang_s=0.5)
+
+
 def test_a_vital_engine_that_hangs_in_a_call_is_found_by_the_deadline_with_all_stacks() -> None:
     async def work(bench: Bench) -> None:
         commit = await begin_commit(bench)

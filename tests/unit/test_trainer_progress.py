@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from saver_cases import parts_of
 
+from gyre.core.errors import DeadlineError
 from gyre.parallel.group import alone
 from gyre.trainer import shardfile
 from gyre.trainer.saver import Saver
@@ -48,3 +50,17 @@ def test_waiting_for_a_snapshot_s_end_is_progress(tmp_path):
     saver._thread.start()
     saver.finish()
     assert len(ticks) >= 3
+
+
+@pytest.mark.parametrize("told", ["copied", "verdict"])
+def test_a_rank_that_is_late_with_its_copy_hears_that_another_one_was_done(tmp_path, told):
+    """The first note goes when the save ends, the second stays: either says that others wait in a collective."""
+    group = alone()
+    group.timeout_s = 0.5
+    saver = Saver(
+        SnapshotStore(tmp_path, keep=1, emit=lambda *_, **__: None),
+        group, background=True, deadline_s=600.0, emit=lambda *_, **__: None,
+    )  # fmt: skip
+    group.notes.put(f"writing/{told}", "")
+    with pytest.raises(DeadlineError, match=r"0\.4 s after another rank's part"):
+        saver._hold(1, Path("writing"), threading.Event())

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from start_cases import from_folder, from_seed, peak_bytes, resumed, started
-from trainer_cases import CPU, SPEC, make_trainer, whole_tensors
+from trainer_cases import CPU, SPEC, assert_same, make_trainer, whole_tensors
 from zero_cases import SPECS, batch_for, decoder_on, saved, whole
 
 from gyre.models.decoder import Decoder
@@ -32,12 +32,6 @@ def folder(tmp_path_factory) -> Path:
         torch.nn.init.normal_(bias)
     export_hub(decoder, path, dtype=torch.float32, tokenizer_files=None)
     return path
-
-
-def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        np.testing.assert_array_equal(found[name], tensor, err_msg=name)
 
 
 def live_start(kind: str, folder: Path, dtype: str, **settings) -> dict[str, np.ndarray]:

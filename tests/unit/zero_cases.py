@@ -32,7 +32,6 @@ from gyre.parallel.devices import DeviceRecord, refuse_mixture
 from gyre.parallel.group import Group, alone
 from gyre.trainer.native import NativeTrainer
 from gyre.trainer.optim_sharded import SlicedOptimizer
-from gyre.trainer.parallelise import sharded_parts
 from gyre.trainer.update import collect_gradients
 from gyre.weights.gather import ShardSource, gather_runs
 
@@ -459,25 +458,6 @@ def alive_bytes(group: Group | None, kind: str, **settings: Any) -> tuple[dict[s
     told = {name: usage.device_bytes for name, usage in trainer.measure().items()}
     now = storages_alive()
     return told, sum(tensor.untyped_storage().nbytes() for key, tensor in now.items() if key not in before)
-
-
-def held_between_chunks(group: Group, *, tokens_per_chunk: int, **settings: Any) -> tuple[list[int], dict[str, float]]:
-    """Bytes of gradients that wait on this rank to be summed, as each chunk of an update begins; what was sent."""
-    trainer = trainer_on(group, "sft", tokens_per_chunk=tokens_per_chunk, **settings)
-    learner, held = trainer._models.actor, []
-    begin = learner.begin_chunk
-
-    def count_and_begin(*, last: bool) -> None:
-        cut: list[Any] = [
-            part._get_fsdp_state()._fsdp_param_group.fsdp_params for part in sharded_parts(learner.decoder)
-        ]
-        waiting = [p.unsharded_accumulated_grad for parameters in cut for p in parameters]
-        held.append(sum(grad.nbytes for grad in waiting if grad is not None))
-        begin(last=last)
-
-    learner.begin_chunk = count_and_begin
-    report = trainer.step_now(batch_for(12, seed=0))
-    return held, {name.removeprefix("sent_bytes/"): size for name, size in report.measured.items() if "sent_" in name}
 
 
 def storages_alive() -> dict[int, torch.Tensor]:

@@ -14,9 +14,10 @@ import contextlib
 import functools
 import json
 import math
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,9 @@ from gyre.parallel.traffic import Kind, Traffic
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 FRAME_BYTES, HEAD_BYTES = 2048, 4  # of `share`: what fits into a frame is shared by one collective; text's length first
 SLICE = timedelta(seconds=0.1)  # between two looks at the fault board
+LOOK_S = 0.05  # between two looks for what ranks leave each other outside collectives
 PATIENCE = 0.8  # the rest is for ranks that came to the wait earlier
+Found = TypeVar("Found")
 LOST = ("gloo", "NCCL", "nccl", "ProcessGroup", "onnection", "imed out", "imeout", "abort")
 
 
@@ -195,6 +198,18 @@ class Group:
         """Raise if a rank was lost. Results that came after that are worth nothing."""
         if self._board is not None and self._board.broken:
             raise _Lost(f"{what}: {self._board.broken}")
+
+    def look_for(
+        self, what: str, look: Callable[[], Found | None], within_s: float, progress: Callable[[], None] = lambda: None
+    ) -> Found | None:
+        """What `look` finds, asked again and again outside of collectives; None if there is nothing `within_s`. Ends
+        early when the group breaks. Any thread may wait so."""
+        until = time.monotonic() + within_s
+        while (found := look()) is None and time.monotonic() <= until:
+            self.check(what)
+            progress()
+            time.sleep(LOOK_S)
+        return found
 
     def _finish(self, work: dist.Work | None) -> None:
         """Wait for a collective: a GPU's stream does; on a CPU this thread, until the group breaks."""

@@ -40,10 +40,10 @@ def read_hardware(disk_folder: Path | None = None) -> Hardware:
     )
 
 
-def saving_on_cuda(device: torch.device | None = None) -> Saving:
+def saving_on_cuda(device: torch.device) -> Saving:
     """Torch for GPUs brings Triton along. A device that is too old for it keeps what products and a softmax keep, as a
-    CPU without C kernels; without a device, one that is not."""
-    if device is not None and why_too_old(device) is not None:
+    CPU without C kernels does."""
+    if why_too_old(device) is not None:
         return "torch_cpu"
     return "triton" if importlib.util.find_spec("triton") is not None else "torch_cuda"
 

@@ -217,11 +217,8 @@ class Saver:
         collective may; a rank that does not come at all is named by the one that follows."""
         notes, keys = self._group.notes, _placed_keys(aside, self._group.size)
         notes.put(keys[self._group.rank], "")
-        until = time.monotonic() + self._deadline_s + LAST_WORDS_S
-        while time.monotonic() < until and any(notes.get(key) is None for key in keys):
-            self._group.check(f"snapshot of step {step}")
-            self._progress()
-            time.sleep(POLL_S)
+        there = lambda: all(notes.get(key) is not None for key in keys) or None  # noqa: E731
+        self._group.look_for(f"snapshot of step {step}", there, self._deadline_s + LAST_WORDS_S, self._progress)
 
     def _hold(self, step: int, aside: Path, copied: threading.Event) -> None:
         """Called by whoever is about to change what is saved: returns once it is copied, whatever other ranks do. One
@@ -370,15 +367,13 @@ class Saver:
 
     def _wait_for(self, job: _Job, look: Callable[[], str | None], late: str, within_s: float | None = None) -> str:
         """What `look` finds. Ends early when the group breaks."""
-        until = time.monotonic() + (self._deadline_s if within_s is None else within_s)
-        while (found := look()) is None:
-            self._group.check(f"snapshot of step {job.step}")
-            if time.monotonic() > until:
-                raise DeadlineError(
-                    f"the snapshot of step {job.step} is not written after {self._deadline_s:g} s: {late}",
-                    hint="the disk is slow or stuck: raise snapshot.deadline_s, or snapshot less often",
-                )
-            time.sleep(POLL_S)
+        limit_s = self._deadline_s if within_s is None else within_s
+        found = self._group.look_for(f"snapshot of step {job.step}", look, limit_s)
+        if found is None:
+            raise DeadlineError(
+                f"the snapshot of step {job.step} is not written after {limit_s:g} s: {late}",
+                hint="the disk is slow or stuck: raise snapshot.deadline_s, or snapshot less often",
+            )
         return found
 
     def _cannot_write(self, step: int, error: Exception) -> SnapshotError:

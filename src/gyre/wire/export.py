@@ -8,9 +8,9 @@ collective, which ends after `parallel.timeout_s`.
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,8 +24,6 @@ from gyre.models.verify import verify_runs
 from gyre.parallel.group import Group
 from gyre.weights.gather import Run, ShardSource
 from gyre.wire.make import Machine, Policy
-
-POLL_S = 0.05
 
 
 def export_policy(
@@ -95,14 +93,10 @@ class _Passes:
                 torch.cuda.current_stream(device).synchronize()
 
     def _wait_for(self, what: str) -> None:
-        """Ends early when the group breaks."""
-        until = time.monotonic() + self._deadline_s
-        while self._group.notes.get(f"{self._key}/{what}") is None:
-            self._group.check("export")
-            self._progress()
-            if time.monotonic() > until:
-                raise DeadlineError(
-                    f"rank 0 has not begun to {what} the export {self._folder} after {self._deadline_s:g} s",
-                    hint="the disk is slow or stuck: raise snapshot.deadline_s, or point the run folder elsewhere",
-                )
-            time.sleep(POLL_S)
+        """DeadlineError if the first rank leaves no note."""
+        begun = partial(self._group.notes.get, f"{self._key}/{what}")
+        if self._group.look_for("export", begun, self._deadline_s, self._progress) is None:
+            raise DeadlineError(
+                f"rank 0 has not begun to {what} the export {self._folder} after {self._deadline_s:g} s",
+                hint="the disk is slow or stuck: raise snapshot.deadline_s, or point the run folder elsewhere",
+            )
