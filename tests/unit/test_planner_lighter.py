@@ -81,9 +81,13 @@ def test_a_model_that_ranks_hold_whole_is_offered_shards() -> None:
         assert offers_of(replace(full, device_budget_bytes=budget)) == [f"parallel.zero = {zero}"]
     whole = replace(asked, shards={})
     assert offers_of(whole) == ["parallel.zero = 2 with parallel.shard_ranks = 8"]
-    apart = replace(asked, shards=lain | {"reference": Shards()}, reference=True)
-    (zero3,) = [way.asked for kind in lighter(apart) for way in kind if way.words(None) == "parallel.zero = 3"]
-    assert zero3.shards["reference"] == Shards() and zero3.shards["actor"] == Shards(zero=3, ranks=8)
+    for own in (Shards(), Shards(zero=1, ranks=8)):  # also where it is set to what the actor has
+        apart = replace(asked, shards=lain | {"reference": own}, reference=True, lie_apart=("reference",))
+        (zero3,) = [way.asked for kind in lighter(apart) for way in kind if way.words(None) == "parallel.zero = 3"]
+        assert zero3.shards["reference"] == own and zero3.shards["actor"] == Shards(zero=3, ranks=8)
+    hybrid = replace(asked, shards=lain | {"reference": Shards(zero=1, ranks=2)})
+    (zero3,) = [way.asked for kind in lighter(hybrid) for way in kind if way.words(None) == "parallel.zero = 3"]
+    assert zero3.shards["reference"] == Shards(zero=3, ranks=2)
     for keeps in ({"offload_parameters": ("actor",)}, {"engines_alone": True}, {"batch_invariant": True}):
         texts = [way.words(None) for kind in lighter(replace(asked, **keeps)) for way in kind]
         assert not any("zero" in text for text in texts), "the config refuses it"

@@ -56,20 +56,19 @@ def _smaller_chunks(inputs: PlanInputs) -> Iterator[Change]:
 
 
 def _more_in_shards(inputs: PlanInputs) -> Iterator[Change]:
-    """A higher ZeRO stage for every model that lies as the actor does. The engine's kernels, in batch-invariant
+    """A higher ZeRO stage for every model that follows the actor's. The engine's kernels, in batch-invariant
     training, engines beside no rank, and what is offloaded need whole weights."""
     lie = {model: inputs.shards.get(model, Shards()) for model in MODELS}
     actor = lie["actor"]
-    alike = [model for model in MODELS if lie[model] == actor]
-    needs_whole = inputs.batch_invariant or inputs.engines_alone or set(alike) & set(inputs.offload_parameters)
+    follow = [model for model in MODELS if model not in inputs.lie_apart]
+    needs_whole = inputs.batch_invariant or inputs.engines_alone or set(follow) & set(inputs.offload_parameters)
     split = "" if actor.zero else f" with parallel.shard_ranks = {inputs.ranks}"
     for zero in STAGES[actor.zero :] if inputs.ranks > 1 else ():
         if zero >= 2 and needs_whole:
             return
-        higher = Shards(zero=zero, ranks=actor.ranks if actor.zero else inputs.ranks)
-        shards = lie | dict.fromkeys(alike, higher)
+        higher = {model: Shards(zero=zero, ranks=lie[model].ranks if actor.zero else inputs.ranks) for model in follow}
         shared = inputs.shared_weights and zero < 2
-        yield f"parallel.zero = {zero}{split}", replace(inputs, shards=shards, shared_weights=shared)
+        yield f"parallel.zero = {zero}{split}", replace(inputs, shards=lie | higher, shared_weights=shared)
 
 
 def _more_offloaded(inputs: PlanInputs) -> Iterator[Change]:

@@ -120,6 +120,7 @@ class PlanInputs:
     reward_model: ModelNumbers | None = None
     shared_weights: bool = True  # the engine reads the trainer's own parameters
     engines_alone: bool = False  # on workers without a rank, which take whole weights only
+    lie_apart: tuple[str, ...] = ()  # models with a `zero` of their own, which does not follow the actor's
     device: DeviceKind | None = None
     dtype: Dtype | None = None
     threads: int | None = None

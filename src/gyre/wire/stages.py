@@ -230,7 +230,10 @@ def plan_run(
     for model in stage.trainer.offload_parameters:
         refuse_cut(model, zero=shards[model].zero, ranks=shards[model].ranks)
     shared, alone = shards["actor"].zero < 2, config.cluster.engine_workers > 0
-    inputs = replace(inputs, ranks=ranks, shards=shards, shared_weights=shared, engines_alone=alone)
+    apart = tuple(
+        model for model in ("critic", "reference", "reward") if getattr(config.parallel, model).zero is not None
+    )
+    inputs = replace(inputs, ranks=ranks, shards=shards, shared_weights=shared, engines_alone=alone, lie_apart=apart)
     return make_plan(inputs, cut_hardware(read_hardware(disk), share))
 
 
