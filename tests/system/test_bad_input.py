@@ -147,7 +147,7 @@ def test_fewer_held_out_problems_than_asked_for(tmp_path: Path) -> None:
         ("run.dtype", "float8", ("run.dtype", "float8", "bfloat16")),
         ("rewards.parts", [], ("rewards.parts",)),
         ("memory.leave", {"actor.params": "destroy"}, ("actor.params", "destroy")),
-        ("eval.part", "nonsense", ("nonsense", "function")),
+        ("eval.metric.part", "nonsense", ("nonsense", "function")),
     ],
 )
 def test_bad_keys(tmp_path: Path, key: str, value: Any, words: tuple[str, ...]) -> None:

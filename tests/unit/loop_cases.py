@@ -13,6 +13,7 @@ from typing import Any
 
 from gyre.core.records import Manifest, Phase, Request, Rollout, TrainBatch
 from gyre.core.seeds import derive_seed
+from gyre.loop.accuracy import AccuracyMetric
 from gyre.loop.config import EvalConfig, RolloutConfig
 from gyre.loop.controller import Ring, RingConfig
 from gyre.loop.ports import Observers, Parts, StageSpec
@@ -219,7 +220,7 @@ class Bench:
                 rollout=rollout,
                 evaluation=evaluation or EvalConfig(),
                 snapshot_every_steps=snapshot_every,
-                accuracy_part="table",
+                accuracy=AccuracyMetric(part="table", threshold=1.0),
                 reward_model=reward_model,
                 restart_engine=restart_engine,
             ),

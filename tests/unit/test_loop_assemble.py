@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gyre.core.records import Evaluation, Group, Prompt, Rollout, Sampling, Score, ScorePart
+from gyre.loop.accuracy import AccuracyMetric
 from gyre.loop.assemble import Passes, add_part, assemble, bare_batch, failed_parts, reward_metrics
 from gyre.objectives.config import DpoConfig, GrpoConfig, PpoConfig
 
@@ -110,11 +111,11 @@ def test_a_reward_model_s_nan_is_a_labelled_zero():
 
 def test_reward_metrics_are_means_over_rollouts():
     groups = [group("a", [1.0, 0.0], [2, 4]), group("b", [0.5], [6])]
-    metrics = reward_metrics(groups, "answer")
+    metrics = reward_metrics(groups, AccuracyMetric(part="answer", threshold=1.0))
     assert metrics == pytest.approx(
         {"reward/answer": 0.5, "reward": 0.5, "train_accuracy": 1 / 3, "length": 4.0, "cut_off_share": 0.0}
     )
-    assert "train_accuracy" not in reward_metrics(groups, "another")
+    assert "train_accuracy" not in reward_metrics(groups, None)
     assert failed_parts([group("a", [0.0, 0.0], outcome="timeout")]) == {"answer timeout": 2}
 
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 from loop_cases import GROUPS_OF_4, HELD_OUT, Bench, digits_script, interrupt_when, run, turn
 
-from gyre.core.errors import ConfigError, DeadlineError, EngineRefused, MemoryBudgetError, RankError
+from gyre.core.errors import DeadlineError, EngineRefused, MemoryBudgetError, RankError
 from gyre.core.records import Score
 from gyre.loop.config import EvalConfig
 from gyre.loop.resume import Progress
@@ -225,13 +225,6 @@ def test_a_way_back_that_fails_too_does_not_hide_why_the_handover_failed(tmp_pat
     run(go())
     (row,) = bench.rows("warn.rollback_failed")
     assert "engine-0 is lost" in row["error"]
-
-
-def test_an_evaluation_by_a_part_that_is_not_there_says_which_there_are(tmp_path):
-    bench = Bench(tmp_path, evaluation=EvalConfig(num_problems=10), steps=1)
-    bench.ring._evaluator._part = "anwser"
-    with pytest.raises(ConfigError, match=r"'anwser'.*table"):
-        turn(bench)
 
 
 def test_scoring_asks_those_that_finish_together_in_one_question(tmp_path):

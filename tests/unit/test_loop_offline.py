@@ -11,6 +11,7 @@ import pytest
 from loop_cases import ENGINE, GROUPS_OF_4, HELD_OUT, TOKENIZER, Gate, Shelf, WatchedEngine, WatchedTrainer, run
 
 from gyre.core.records import Evaluation, TrainBatch, TrainSequence
+from gyre.loop.accuracy import AccuracyMetric
 from gyre.loop.config import EvalConfig
 from gyre.loop.evaluate import Rollouts, held_out_loss, pair_accuracy, preference_accuracy
 from gyre.loop.offline import OfflineConfig, OfflineLoop
@@ -50,8 +51,9 @@ class Offline:
         self.compute = ThreadPoolExecutor(1)
         judge = None
         if judged:
-            scorer, config = TableScorer(emit=emit), EvalConfig(num_problems=len(HELD_OUT), part="table")
-            judge = Rollouts(self.engine, scorer, TOKENIZER, GROUPS_OF_4, config, seed=1, emit=emit)
+            scorer, config = TableScorer(emit=emit), EvalConfig(num_problems=len(HELD_OUT))
+            accuracy = AccuracyMetric(part="table", threshold=1.0)
+            judge = Rollouts(self.engine, scorer, TOKENIZER, GROUPS_OF_4, config, accuracy=accuracy, seed=1, emit=emit)
         parts = Parts(
             source=ListSource(EXAMPLES, seed=3),
             trainer=self.trainer,

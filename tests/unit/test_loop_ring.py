@@ -10,7 +10,7 @@ from gyre.loop.config import EvalConfig
 from gyre.objectives.config import DpoConfig, GrpoConfig, PpoConfig
 from gyre.observe.events import count_events, read_events
 
-EVALUATION = EvalConfig(num_problems=len(HELD_OUT), part="table", every_steps=2)
+EVALUATION = EvalConfig(num_problems=len(HELD_OUT), every_steps=2)
 
 
 def test_phases_come_in_order_and_each_room_is_called_in_its_own(tmp_path):

@@ -202,6 +202,11 @@ class Score:
     started_s: float = 0.0  # monotonic clock, for the overlap account
     ended_s: float = 0.0
 
+    @property
+    def is_scored(self) -> bool:
+        """Whether some part could be judged. A sample without is left out of its group and of the loss."""
+        return not self.parts or any(part.outcome == "ok" for part in self.parts)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:

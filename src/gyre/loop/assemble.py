@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from gyre.core.records import Evaluation, Group, Rollout, Score, ScorePart, TrainBatch, TrainSequence
+from gyre.loop.accuracy import AccuracyMetric, is_right
 from gyre.objectives.advantages import Estimates, Sample, equal_groups, estimate, rank_pairs
 from gyre.objectives.config import AnyObjective, DpoConfig, GrpoConfig, PpoConfig
 
@@ -86,7 +87,7 @@ def add_part(groups: Sequence[Group], name: str, weight: float, values: np.ndarr
     return extended
 
 
-def reward_metrics(groups: Sequence[Group], accuracy_part: str) -> dict[str, float]:
+def reward_metrics(groups: Sequence[Group], accuracy: AccuracyMetric | None) -> dict[str, float]:
     """Means over the rollouts of a step: the reward, each part, accuracy, length, how completions ended."""
     scores = [score for group in groups for score in group.scores]
     rollouts = _rollouts(groups)
@@ -96,8 +97,8 @@ def reward_metrics(groups: Sequence[Group], accuracy_part: str) -> dict[str, flo
             values.setdefault(part.name, []).append(part.value)
     metrics = {f"reward/{name}": float(np.mean(parts)) for name, parts in values.items()}
     metrics["reward"] = float(np.mean([score.value for score in scores]))
-    if accuracy_part in values:
-        metrics["train_accuracy"] = float(np.mean([value >= 1.0 for value in values[accuracy_part]]))
+    if accuracy is not None:
+        metrics["train_accuracy"] = float(np.mean([is_right(score, accuracy) for score in scores]))
     metrics["length"] = float(np.mean([int(rollout.sampled.sum()) for rollout in rollouts]))
     metrics["cut_off_share"] = float(np.mean([rollout.finish == "length" for rollout in rollouts]))
     return metrics

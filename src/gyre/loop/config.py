@@ -74,6 +74,15 @@ class RolloutConfig(Section):
         )
 
 
+class MetricConfig(Section):
+    """What counts as right: a completion whose reward part reaches a threshold."""
+
+    part: str = ""
+    """Name of the reward part; empty takes the first part that compares with a right answer, if there is one."""
+    threshold: float | None = None
+    """Smallest value of the part that counts as right; left out: the part's value for a right answer, else 1."""
+
+
 class EvalConfig(Section):
     """Accuracy on held-out problems: greedy by default, scored by the rewards of the run."""
 
@@ -81,8 +90,8 @@ class EvalConfig(Section):
     """Held-out problems per evaluation; 0 turns evaluation off."""
     every_steps: int = Field(default=0, ge=0)
     """Loop steps between evaluations, beside the first and the last; 0 leaves only those two."""
-    part: str = ""
-    """Name of the reward part whose value 1.0 counts as right; empty takes the first part."""
+    metric: MetricConfig = MetricConfig()
+    """What accuracy means: a reward part and its threshold. Without such a part the mean reward is reported."""
     temperature: float = Field(default=0.0, ge=0.0)
     """0 is greedy."""
     max_tokens: int = Field(default=0, ge=0)
@@ -92,8 +101,9 @@ class EvalConfig(Section):
 class GoalConfig(Section):
     """The mark that a run must reach; `gyre train` says whether it did, and fails with --check-goal when not."""
 
-    metric: Literal["accuracy", "pair_accuracy", "preference_accuracy", "loss"] = "accuracy"
-    """Which evaluation: accuracy of answers, of a reward model or of DPO on held-out pairs, or the held-out loss."""
+    metric: Literal["accuracy", "reward", "pair_accuracy", "preference_accuracy", "loss"] = "accuracy"
+    """Which evaluation: accuracy of answers (eval.metric), their mean reward where there is none, accuracy of a reward
+    model or of DPO on held-out pairs, or the held-out loss."""
     at_most_before: float | None = None
     """Largest value before the main stage."""
     at_least_after: float | None = None

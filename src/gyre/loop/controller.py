@@ -28,6 +28,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from gyre.core.records import Group, Phase, StepReport
+from gyre.loop.accuracy import AccuracyMetric
 from gyre.loop.assemble import (
     Assembled,
     Passes,
@@ -55,7 +56,7 @@ class RingConfig:
     rollout: RolloutConfig
     evaluation: EvalConfig
     snapshot_every_steps: int
-    accuracy_part: str  # reward part whose value 1 counts as right
+    accuracy: AccuracyMetric | None  # what counts as right; None where no part compares with a right answer
     reward_model: tuple[str, float] | None = None  # (part name, weight) of a learnt reward
     restart_engine: bool = False
 
@@ -87,7 +88,8 @@ class Ring:
             self._scorer,
             parts.text,
             config.rollout,
-            config.evaluation.model_copy(update={"part": config.accuracy_part}),
+            config.evaluation,
+            accuracy=config.accuracy,
             seed=stage.seed,
             emit=self._emit,
         )
@@ -218,7 +220,7 @@ class Ring:
         self, step: int, report: StepReport, collected: Collected, assembled: Assembled, seconds: float
     ) -> None:
         groups = collected.groups
-        rewards = reward_metrics(groups, self._config.accuracy_part) if groups else {}
+        rewards = reward_metrics(groups, self._config.accuracy) if groups else {}
         sampled = sum(int(r.sampled.sum()) for group in groups for r in group.rollouts)
         metrics = {
             **rewards,

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from gyre.core.contracts import PolicyTrainer, RolloutEngine, Scorer
-from gyre.core.errors import ConfigError
-from gyre.core.records import Group, Prompt, Sampling, TrainBatch
+from gyre.core.records import Prompt, Sampling, TrainBatch
+from gyre.loop.accuracy import AccuracyMetric, is_right
 from gyre.loop.assemble import failed_parts
 from gyre.loop.collect import Collector, as_group, keep_scores, open_groups
 from gyre.loop.config import EvalConfig, RolloutConfig
@@ -28,14 +28,14 @@ EVALUATION = "evaluation"
 class Outcome:
     """One evaluation."""
 
-    metric: str  # "accuracy", "pair_accuracy", "preference_accuracy" or "loss"
+    metric: str  # "accuracy", "reward", "pair_accuracy", "preference_accuracy" or "loss"
     value: float
     n: int  # problems, pairs or sequences
     detail: Mapping[str, float]  # further means
 
 
 class Rollouts:
-    """Evaluates by generating: accuracy is the share of problems whose named reward part is 1."""
+    """Evaluates by generating: accuracy by the named metric, or the mean reward where there is none."""
 
     def __init__(
         self,
@@ -45,11 +45,12 @@ class Rollouts:
         rollout: RolloutConfig,
         config: EvalConfig,
         *,
+        accuracy: AccuracyMetric | None,
         seed: int,
         emit: Emit,
     ) -> None:
         self._engine, self._scorer, self._text, self._seed, self._emit = engine, scorer, text, seed, emit
-        self._part = config.part
+        self._accuracy = accuracy
         self._rollout = rollout
         self._length_key = "eval.max_tokens" if config.max_tokens else "rollout.max_tokens"
         self._sampling = Sampling(
@@ -76,27 +77,19 @@ class Rollouts:
         done = [as_group(group) for group in groups]
         for what, count in failed_parts(done).items():
             self._emit("warn.reward_failed", where="evaluation", what=what, count=count)
-        right = [self._is_right(group) for group in done]
+        rewards = [group.scores[0].value for group in done]
+        right = rewards if self._accuracy is None else [is_right(group.scores[0], self._accuracy) for group in done]
         rollouts = [rollout for group in done for rollout in group.rollouts]
         return Outcome(
-            metric="accuracy",
+            metric="reward" if self._accuracy is None else "accuracy",
             value=float(np.mean(right)),
             n=len(right),
             detail={
-                "reward": float(np.mean([group.scores[0].value for group in done])),
+                "reward": float(np.mean(rewards)),
                 "length": float(np.mean([int(rollout.sampled.sum()) for rollout in rollouts])),
                 "cut_off_share": float(np.mean([rollout.finish == "length" for rollout in rollouts])),
             },
         )
-
-    def _is_right(self, group: Group) -> bool:
-        named = {part.name: part.value for part in group.scores[0].parts}
-        if self._part not in named:
-            raise ConfigError(
-                f"eval.part = '{self._part}': no reward part of that name (there are: {', '.join(sorted(named))})",
-                hint="name one of the reward parts, or leave it empty for the first",
-            )
-        return named[self._part] >= 1.0
 
 
 async def pair_accuracy(trainer: PolicyTrainer, batch: TrainBatch) -> Outcome:

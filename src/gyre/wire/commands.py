@@ -20,7 +20,6 @@ from gyre.wire.fleet import Fleet
 from gyre.wire.folders import make_run_folder
 from gyre.wire.make import (
     Emit,
-    accuracy_part,
     check_invariant,
     dtype_name,
     load_policy,
@@ -93,7 +92,7 @@ def _make_folder(config: RunConfig, config_path: Path, overrides: list[str], sta
 def evaluate(model: Path, config: RunConfig, *, num_problems: int) -> dict[str, Any]:
     """Accuracy of a model folder on a config's held-out problems; "counted": what fell back, failed or was dropped."""
     refuse_reward_model(model)
-    if not accuracy_part(config):
+    if all(part.kind == "model" for part in config.rewards.parts):
         raise ConfigError(
             "gyre eval scores generated answers, and the config has no rule reward to score them by",
             hint='add one: [[rewards.parts]] kind = "answer"',

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from gyre.core.errors import ConfigError
+from gyre.loop.accuracy import AccuracyMetric
 from gyre.objectives.config import needs_rollouts, trains_scores
 from gyre.runconfig import RunConfig
 
@@ -18,10 +20,29 @@ def main_metrics(config: RunConfig) -> tuple[str, ...]:
     """Names of the evaluations that the main stage makes."""
     if not config.eval.num_problems:
         return ()
+    answers = "reward" if accuracy_metric(config) is None else "accuracy"
     if needs_rollouts(config.objective):
-        return ("accuracy",)
+        return (answers,)
     generates = bool(config.rewards.parts) and not trains_scores(config.objective)
-    return (OFFLINE_METRICS[config.objective.kind], *(("accuracy",) if generates else ()))
+    return (OFFLINE_METRICS[config.objective.kind], *((answers,) if generates else ()))
+
+
+def accuracy_metric(config: RunConfig) -> AccuracyMetric | None:
+    """What counts as right. None where nothing was named and no part compares with a right answer: then the mean
+    reward is what a run can say. ConfigError for a name that no part has."""
+    rules = {part.name: part for part in config.rewards.parts if part.kind != "model"}
+    wanted, threshold = config.eval.metric.part, config.eval.metric.threshold
+    if wanted and wanted not in rules:
+        raise ConfigError(
+            f"eval.metric.part = '{wanted}': the rewards are named {', '.join(rules) or 'nothing'}",
+            hint="name one of them, or leave it out for the first part that compares with a right answer",
+        )
+    judging = (part for part in rules.values() if part.kind in ("answer", "code", "reasoning_gym"))
+    part = rules[wanted] if wanted else next(judging, None)
+    if part is None:
+        return None
+    right = part.right if part.kind == "answer" else 1.0
+    return AccuracyMetric(part=part.name, threshold=right if threshold is None else threshold)
 
 
 def why_unjudged(config: RunConfig, stage: str) -> str:

@@ -44,6 +44,7 @@ from gyre.rewards.score import RuleScorer
 from gyre.runconfig import INVARIANT_HINT, INVARIANT_REFUSAL, RunConfig
 from gyre.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from gyre.weights.gather import ShardSource
+from gyre.wire.goal import accuracy_metric
 from gyre.wire.stages import Stage, reward_folder, trains_invariant
 
 Emit = Callable[..., None]
@@ -262,20 +263,8 @@ def try_rewards(config: RunConfig, prompts: Sequence[Prompt], tokenizer: Tokeniz
 
 
 def make_judge(config: RunConfig, engine: RolloutEngine, scorer: RuleScorer, text: TextPort, emit: Emit) -> Rollouts:
-    settings = config.eval.model_copy(update={"part": accuracy_part(config)})
-    seed = derive_seed(config.run.seed, "eval")
-    return Rollouts(engine, scorer, text, config.rollout, settings, seed=seed, emit=emit)
-
-
-def accuracy_part(config: RunConfig) -> str:
-    """Name of the reward part whose value 1 counts as right."""
-    rules = [part.name for part in config.rewards.parts if part.kind != "model"]
-    if config.eval.part and config.eval.part not in rules:
-        raise ConfigError(
-            f"eval.part = '{config.eval.part}': the rewards are named {', '.join(rules) or 'nothing'}",
-            hint="name one of them, or leave eval.part out for the first",
-        )
-    return config.eval.part or (rules[0] if rules else "")
+    seed, accuracy = derive_seed(config.run.seed, "eval"), accuracy_metric(config)
+    return Rollouts(engine, scorer, text, config.rollout, config.eval, accuracy=accuracy, seed=seed, emit=emit)
 
 
 def make_sinks(config: RunConfig, folder: Path, events: EventLog) -> list[TensorBoardSink | WandbSink]:

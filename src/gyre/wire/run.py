@@ -29,11 +29,10 @@ from gyre.text.tokenizer import is_misread
 from gyre.trainer.snapshot import Fault, Snapshot, load
 from gyre.wire.fleet import Fleet, Spread
 from gyre.wire.folders import hold
-from gyre.wire.goal import judge_goal
+from gyre.wire.goal import accuracy_metric, judge_goal
 from gyre.wire.make import (
     Facts,
     Policy,
-    accuracy_part,
     check_invariant,
     dtype_name,
     find_reward_model,
@@ -175,7 +174,7 @@ class Run:
         data = load_stage_data(self._config, stage, policy.tokenizer, policy.spec.context_tokens, self._emit)
         plan = self._plan(stage, policy, data)
         if plan.kv_pages:
-            accuracy_part(self._config)
+            accuracy_metric(self._config)
             try_rewards(self._config, data.sample_prompts, policy.tokenizer)
         reward = self._config.rewards.model_part()
         if reward is not None and stage.name == MAIN:

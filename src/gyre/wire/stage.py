@@ -13,7 +13,8 @@ from gyre.loop.ports import Observers, Parts, StageSpec, TextPort
 from gyre.objectives.config import needs_rollouts
 from gyre.rewards.score import RuleScorer
 from gyre.runconfig import RunConfig
-from gyre.wire.make import Emit, accuracy_part, make_judge, make_scorer
+from gyre.wire.goal import accuracy_metric
+from gyre.wire.make import Emit, make_judge, make_scorer
 from gyre.wire.placement import Placed
 from gyre.wire.stages import Stage, StageData
 
@@ -56,7 +57,7 @@ class Built:
                 rollout=config.rollout,
                 evaluation=config.eval,
                 snapshot_every_steps=config.snapshot.every_steps,
-                accuracy_part=accuracy_part(config),
+                accuracy=accuracy_metric(config),
                 reward_model=(reward.name, reward.weight) if reward else None,
                 restart_engine=config.memory.leave.get("engine") == "destroy",
             )

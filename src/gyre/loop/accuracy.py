@@ -1,0 +1,30 @@
+"""Accuracy: whether a completion is right, by one part of its score. In: a score and the metric of the config.
+Out: right or not. Pure. Callers: loop.controller, loop.evaluate, wire.make.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gyre.core.records import Score
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccuracyMetric:
+    """A completion is right when the part's value reaches the threshold."""
+
+    part: str  # name of a reward part
+    threshold: float
+
+    @property
+    def meaning(self) -> str:
+        """The definition, for reports."""
+        return f"share of completions whose '{self.part}' is at least {self.threshold:g}"
+
+
+def is_right(score: Score, metric: AccuracyMetric) -> bool:
+    """Whether the part of that name reaches the threshold. A part that could not be scored does not."""
+    named = {part.name: part for part in score.parts}
+    assert metric.part in named, f"no part '{metric.part}' in a score of {sorted(named)}"
+    part = named[metric.part]
+    return part.outcome == "ok" and part.value >= metric.threshold
