@@ -227,6 +227,11 @@ def needs_reference(config: AnyObjective) -> bool:
     return config.kind == "dpo" or (isinstance(config, PolicyConfig) and config.kl_coef > 0.0)
 
 
+def needs_policy_logprobs(config: AnyObjective) -> bool:
+    """Whether the trainer must compute the policy's own log-probs of each step's tokens before advantages are made."""
+    return isinstance(config, PolicyConfig) and config.kl_coef > 0.0 and config.kl_in == "reward"
+
+
 def needs_critic(config: AnyObjective) -> bool:
     """Whether the trainer holds a critic: values before the step, value loss in it."""
     return config.kind == "ppo"

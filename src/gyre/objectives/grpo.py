@@ -97,7 +97,7 @@ def _regularised(
         sums["entropy"] = terms.mean_sum(inputs.entropy_N)
     if config.entropy_coef:
         assert inputs.entropy_N is not None, "entropy_coef needs entropy_N"
-        assert inputs.entropy_N.requires_grad == torch.is_grad_enabled(), "entropy_coef needs the entropy's gradient"
+        assert inputs.entropy_N.requires_grad or loss_N.grad_fn is None, "entropy_coef needs the entropy's gradient"
         loss_N = loss_N - config.entropy_coef * inputs.entropy_N
     return loss_N, sums
 
