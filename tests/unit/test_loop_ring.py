@@ -29,6 +29,25 @@ def test_phases_come_in_order_and_each_room_is_called_in_its_own(tmp_path):
     assert {phase for phase, what in bench.engine.calls if what.startswith(("prepare", "commit"))} == {"handover"}
 
 
+def test_the_policy_is_asked_for_its_own_logprobs_where_the_kl_is_in_the_reward(tmp_path):
+    for number, (objective, asked) in enumerate(
+        [
+            (GrpoConfig(variant="reinforce_pp", kl_coef=0.1), True),
+            (PpoConfig(kl_coef=0.1), True),
+            (PpoConfig(), False),
+            (GrpoConfig(kl_coef=0.1), False),
+        ]
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        bench = Bench(folder, objective=objective, steps=2)
+        turn(bench)
+        phases = [phase for phase, what in bench.trainer.calls if what == "evaluate policy"]
+        assert phases == (["score"] * 2 if asked else [])
+        if asked:  # the fake's policy and reference say the same, and the engine something else
+            assert [row["kl_reference"] for row in bench.steps()] == [0.0, 0.0]
+
+
 def test_every_token_carries_the_version_that_the_engine_had(tmp_path):
     bench = Bench(tmp_path, steps=4)
     turn(bench)
