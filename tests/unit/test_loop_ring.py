@@ -9,6 +9,7 @@ from loop_cases import GROUPS_OF_4, HELD_OUT, TRAIN, Bench, digit_share, digits_
 from gyre.loop.config import EvalConfig
 from gyre.objectives.config import DpoConfig, GrpoConfig, PpoConfig
 from gyre.observe.events import count_events, read_events
+from gyre.testing.config import FakeTrainerConfig
 
 EVALUATION = EvalConfig(num_problems=len(HELD_OUT), every_steps=2)
 
@@ -40,11 +41,12 @@ def test_the_policy_is_asked_for_its_own_logprobs_where_the_kl_is_in_the_reward(
     ):
         folder = tmp_path / str(number)
         folder.mkdir()
-        bench = Bench(folder, objective=objective, steps=2)
+        unlike_the_engine = FakeTrainerConfig(logprob=-0.75)  # which says -0.5
+        bench = Bench(folder, objective=objective, steps=2, trainer=unlike_the_engine)
         turn(bench)
         phases = [phase for phase, what in bench.trainer.calls if what == "evaluate policy"]
         assert phases == (["score"] * 2 if asked else [])
-        if asked:  # the fake's policy and reference say the same, and the engine something else
+        if asked:
             assert [row["kl_reference"] for row in bench.steps()] == [0.0, 0.0]
 
 
