@@ -112,8 +112,8 @@ def ratio_weighted(kl_N: Tensor, bounded_N: Tensor, log_weight_N: Tensor) -> Ten
     policy's tokens is KL(policy || reference), and its gradient that of the KL.
 
     DeepSeek-AI 2025, "DeepSeek-V3.2", arXiv 2512.02556, section 3.1; TRL's `use_bias_correction_kl`. The ratio is not
-    clipped, its logarithm bounded at LOG_RATIO_BOUND alone. Where a bound holds the estimate (`bounded_N`), the ratio is detached: the gradient of ratio · bound
-    would push the token further away from the reference.
+    clipped, its logarithm bounded at LOG_RATIO_BOUND alone. Where a bound holds the estimate (`bounded_N`), the ratio
+    is detached: the gradient of ratio · bound would push the token further away from the reference.
     """
     weight_N = log_weight_N.exp()
     return kl_N * torch.where(bounded_N > 0, weight_N.detach(), weight_N)
