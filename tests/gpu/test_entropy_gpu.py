@@ -81,10 +81,11 @@ def test_under_truncation(chunk: int) -> None:
     ids = allowed.nonzero()[:, 1].int()
     _, entropy = token_logprobs(hidden, weight, targets, temperature, (offsets.to(GPU), ids.to(GPU)), chunk=chunk)
     grads = torch.autograd.grad(entropy.sum(), (hidden, weight))
-    wide = [part.detach().double().cpu().requires_grad_() for part in (hidden, weight)]
-    _, want = reference.token_logprobs(*wide, targets.cpu(), temperature.cpu().double(), (offsets, ids))
-    for mine, theirs in zip(grads, torch.autograd.grad(want.sum(), wide), strict=True):
-        assert off(mine, theirs) < 3e-2
+    logits, eye = (hidden @ weight.t()).detach().double().cpu().requires_grad_(), torch.eye(1000, dtype=torch.float64)
+    _, want = reference.token_logprobs(logits, eye, targets.cpu(), temperature.cpu().double(), (offsets, ids))
+    (grad_NV,) = torch.autograd.grad(want.sum(), logits)
+    assert off(grads[0], grad_NV @ weight.detach().double().cpu()) < TOLERANCE[torch.bfloat16]
+    assert off(grads[1], grad_NV.t() @ hidden.detach().double().cpu()) < TOLERANCE[torch.bfloat16]
 
 
 def test_an_entropy_that_nobody_uses_changes_no_bit_and_is_no_gradient() -> None:
