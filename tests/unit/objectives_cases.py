@@ -33,7 +33,7 @@ class Sequence:
     leaves: tuple[Tensor, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.leaves = (self.logprobs, self.values, self.score)
+        self.leaves = (self.logprobs, self.values, self.score, self.entropy)
 
     def __len__(self) -> int:
         return len(self.logprobs)
@@ -66,7 +66,7 @@ def random_sequences(seed: int, lengths: list[int], *, per_token: bool = False, 
                 values=torch.tensor(values, requires_grad=True),
                 old_values=torch.tensor(values + rng.normal(0.0, 0.3, length)),
                 returns=torch.tensor(rng.normal(0.0, 1.0, length)),
-                entropy=torch.tensor(rng.exponential(1.0, length)),
+                entropy=torch.tensor(rng.exponential(1.0, length), requires_grad=True),
                 score=torch.tensor(rng.normal(), dtype=torch.float64, requires_grad=True),
             )
         )
@@ -123,6 +123,16 @@ def slow_kl(estimator: str, logprob: Tensor, reference: float) -> Tensor:
     return {"k1": -log_r, "k2": k2, "k3": k3}[estimator]
 
 
+def slow_bounded_kl(config, logprob: Tensor, reference: float) -> Tensor:
+    """Past kl_clamp the estimate is that constant; k3_plus keeps k2's gradient there (verl)."""
+    kl = slow_kl(config.kl_estimator, logprob, reference)
+    if not config.kl_clamp or abs(number(kl)) <= config.kl_clamp:
+        return kl
+    if config.kl_estimator == "k3_plus":
+        return kl - number(kl) + config.kl_clamp
+    return constant(config.kl_clamp)
+
+
 def slow_average(per_sequence: list[list[Tensor]], aggregation: str, fixed_length: int) -> Tensor:
     """Mean of token losses over a whole batch, from the words of each paper."""
     live = [tokens for tokens in per_sequence if tokens]
@@ -164,10 +174,13 @@ def slow_policy(config, sequences: list[Sequence]) -> Tensor:
             if config.tis_cap:
                 loss = loss * min(math.exp(number(s.old[t] - s.behaviour[t])), config.tis_cap)
             if config.kl_coef and config.kl_in == "loss":
-                loss = loss + config.kl_coef * slow_kl(config.kl_estimator, s.logprobs[t], number(s.reference[t]))
-            if config.entropy_coef:  # value: the entropy; gradient: -E[log p grad log p], from the old policy's sample
-                pull = -number(s.logprobs[t]) * number(ratio) * s.logprobs[t]
-                loss = loss - config.entropy_coef * (number(s.entropy[t]) + pull - number(pull))
+                kl = slow_bounded_kl(config, s.logprobs[t], number(s.reference[t]))
+                if config.kl_ratio_weighted:  # 2512.02556: the plain ratio, whose gradient counts, but not at a bound
+                    weight = whole if config.ratio == "sequence" else token_ratio
+                    kl = kl * (weight if kl.requires_grad else number(weight))
+                loss = loss + config.kl_coef * kl
+            if config.entropy_coef:  # by no ratio and no correction
+                loss = loss - config.entropy_coef * s.entropy[t]
             tokens.append(loss)
         per_sequence.append(tokens)
     return slow_average(per_sequence, config.aggregation, config.fixed_length_tokens)

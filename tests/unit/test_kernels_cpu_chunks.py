@@ -162,17 +162,26 @@ def test_logprobs(dtype: torch.dtype, rows: int, vectors: int, seed: int, scale:
     temperature, upstream = torch.rand(rows, generator=generator) + 0.5, torch.randn(rows, generator=generator)
     assert kernels_for(hidden, vocab) is not None
     got, entropy = token_logprobs(hidden, head, targets, temperature)
-    got_grads = torch.autograd.grad(got, (hidden, head), upstream)
+    bonus = torch.randn(rows, generator=generator)
+    found = [torch.autograd.grad(got, (hidden, head), upstream, retain_graph=True)]
+    found.append(torch.autograd.grad(entropy, (hidden, head), bonus, retain_graph=True))
+    found.append(torch.autograd.grad((got, entropy), (hidden, head), (upstream, bonus)))
     # The oracle starts from the product as rounded: near 20, a logit of bfloat16 is known to 0.06 only.
     logits, one = leaves((hidden @ head.t()).detach())[0], torch.eye(vocab, dtype=torch.float64)
     want, want_entropy = reference.token_logprobs(logits, one, targets, temperature.double())
-    (grad_logits,) = torch.autograd.grad(want, logits, upstream.double())
-    want_grads = [grad_logits @ head.detach().double(), grad_logits.t() @ hidden.detach().double()]
+    (of_logprobs,) = torch.autograd.grad(want, logits, upstream.double(), retain_graph=True)
+    (of_entropy,) = torch.autograd.grad(want_entropy, logits, bonus.double())
     torch.testing.assert_close(got.double(), want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * 2)
     torch.testing.assert_close(entropy.double(), want_entropy, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * 2)
-    for mine, theirs in zip(got_grads, want_grads, strict=True):
-        bound = TOLERANCE[dtype] * (theirs.norm() + 0.1 * grad_logits.norm()) + 1e-6
-        assert mine.isfinite().all() and (mine.double() - theirs).norm() <= bound
+    # log p + entropy is a difference of logits, which are known to the rounding of the largest one.
+    lost = 4 * torch.finfo(torch.float32).eps * float(logits.detach().abs().max())
+    for got_grads, grad_logits, extra in zip(
+        found, (of_logprobs, of_entropy, of_logprobs + of_entropy), (0.0, lost, lost), strict=True
+    ):
+        want_grads = [grad_logits @ head.detach().double(), grad_logits.t() @ hidden.detach().double()]
+        for mine, theirs in zip(got_grads, want_grads, strict=True):
+            bound = TOLERANCE[dtype] * (theirs.norm() + 0.1 * grad_logits.norm()) + 1e-6 + extra * bonus.norm()
+            assert mine.isfinite().all() and (mine.double() - theirs).norm() <= bound
 
 
 def test_bits_do_not_depend_on_the_neighbours() -> None:

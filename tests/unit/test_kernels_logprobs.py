@@ -52,10 +52,19 @@ def test_logprobs_entropy_and_gradients_are_the_oracle(
     want, want_entropy = reference.token_logprobs(hidden, weight, targets, temperatures, support)
     torch.testing.assert_close(got, want)
     torch.testing.assert_close(entropy, want_entropy)
-    assert not entropy.requires_grad
-    upstream = torch.randn(rows, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    got_grads, want_grads = (torch.autograd.grad(out, (hidden, weight), upstream) for out in (got, want))
-    torch.testing.assert_close(got_grads, want_grads)
+    upstream, bonus = torch.randn(2, rows, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    # Of the log-probs alone, of the entropies alone, of both.
+    for weights in ((upstream, None), (None, bonus), (upstream, bonus)):
+        ours, theirs = (
+            torch.autograd.grad(
+                [out for out, w in zip(outs, weights, strict=True) if w is not None],
+                (hidden, weight),
+                [w for w in weights if w is not None],
+                retain_graph=True,
+            )
+            for outs in ((got, entropy), (want, want_entropy))
+        )
+        torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("chunk", [0, 3])
@@ -64,9 +73,50 @@ def test_gradcheck(chunk: int) -> None:
     support = make_support(targets, 7, 2)
     for case in (None, support):
         assert torch.autograd.gradcheck(
-            lambda h, w, case=case: token_logprobs(h, w, targets, temperatures.double(), case, chunk=chunk)[0],
+            lambda h, w, case=case: token_logprobs(h, w, targets, temperatures.double(), case, chunk=chunk),
             (hidden, weight),
         )
+
+
+class Products(TorchDispatchMode):
+    """How many matrix products and exponentials an operation takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func._schema.name in ("aten::mm", "aten::matmul", "aten::exp", "aten::exp_")
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_entropy_that_is_only_reported_costs_the_backward_pass_nothing() -> None:
+    hidden, weight, targets, temperatures = make_case(6, 30, 3)
+    logprobs, entropy = token_logprobs(hidden, weight, targets, temperatures.double())
+    with Products() as alone:
+        torch.autograd.backward(logprobs, torch.ones_like(logprobs), retain_graph=True)
+    assert alone.count == 2, "the two products of the gradients; probabilities were kept"
+    with Products() as both:
+        torch.autograd.backward((logprobs, entropy), (torch.ones_like(logprobs), torch.ones_like(entropy)))
+    assert both.count > alone.count
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk", [0, 16])
+def test_the_entropys_gradient_stays_finite_where_probabilities_underflow(dtype: torch.dtype, chunk: int) -> None:
+    """p log p is 0 where p is: for logits far below the largest, and outside a support."""
+    hidden = torch.tensor([[300.0], [1.0]], dtype=dtype, requires_grad=True)
+    weight = torch.linspace(1.0, -1.0, 32, dtype=dtype)[:, None].requires_grad_()
+    targets, ones = torch.tensor([20, 3]), torch.ones(2)
+    offsets, ids = torch.tensor([0, 32, 35]), torch.cat([torch.arange(32), torch.tensor([3, 9, 31])])
+    for support in (None, (offsets, ids.int())):
+        _, entropy = token_logprobs(hidden, weight, targets, ones, support, chunk=chunk)
+        ours = torch.autograd.grad(entropy.sum(), (hidden, weight))
+        wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+        want = reference.token_logprobs(*wide, targets, ones.double(), support)[1]
+        for mine, theirs in zip(ours, torch.autograd.grad(want.sum(), wide), strict=True):
+            error = (mine.double() - theirs).norm() / theirs.norm()
+            assert mine.isfinite().all() and error < (1e-3 if dtype == torch.float32 else 0.03)
 
 
 @pytest.mark.parametrize("chunk", [0, 16])
@@ -134,8 +184,10 @@ def test_logits_of_a_large_vocabulary_never_exist_whole() -> None:
     rows, vocab = 200, 3 * BLOCK_LOGITS // 200
     hidden, weight, targets, temperatures = make_case(rows, vocab, 0, dtype=torch.float32)
     with Largest() as seen:
-        logprobs_N, _ = token_logprobs(hidden, weight, targets, temperatures)
+        logprobs_N, entropy_N = token_logprobs(hidden, weight, targets, temperatures)
     assert max(weight.numel(), BLOCK_LOGITS // 2) < seen.numbers <= BLOCK_LOGITS < rows * vocab
-    with Largest() as seen:
-        torch.autograd.backward(logprobs_N, torch.ones(rows))
-    assert seen.numbers <= BLOCK_LOGITS and weight.grad is not None and bool(weight.grad.any())
+    for outputs in ((logprobs_N,), (logprobs_N, entropy_N)):
+        weight.grad = None
+        with Largest() as seen:
+            torch.autograd.backward(outputs, [torch.ones(rows)] * len(outputs), retain_graph=True)
+        assert seen.numbers <= BLOCK_LOGITS and weight.grad is not None and bool(weight.grad.any())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -77,15 +79,23 @@ def test_passes_go_to_the_rollout_that_they_are_of():
         assert sequence.tokens is bare.sequences[i].tokens
 
 
-def test_kl_in_the_reward_is_reported_per_token():
+def test_kl_in_the_reward_is_between_the_trainers_own_logprobs_and_reported_per_token():
+    """The engine's are -1.0: what it rounds otherwise is no KL."""
     groups = [group("a", [0.0, 1.0], [1, 3])]
     bare = bare_batch(groups, step=1)
-    reference = Evaluation(
-        which="reference", per_token=tuple(np.full(len(s.tokens), -1.5, np.float32) for s in bare.sequences)
-    )
-    config = GrpoConfig(variant="reinforce_pp", kl_coef=0.1)
-    made = assemble(config, groups, Passes(reference=reference), step=1)
-    assert made.metrics["kl_reference"] == pytest.approx(0.5)  # k1: −1.0 − (−1.5) at each of the four tokens
+
+    def evaluation(which: Literal["policy", "reference"], value: float) -> Evaluation:
+        return Evaluation(
+            which=which, per_token=tuple(np.full(len(s.tokens), value, np.float32) for s in bare.sequences)
+        )
+
+    for policy, clamp, kl, bounded in ((-1.25, 0.0, 0.25, 0.0), (-1.5, 0.0, 0.0, 0.0), (-1.25, 0.125, 0.125, 1.0)):
+        config = GrpoConfig(variant="reinforce_pp", kl_coef=0.1, kl_clamp=clamp)
+        passes = Passes(policy=evaluation("policy", policy), reference=evaluation("reference", -1.5))
+        made = assemble(config, groups, passes, step=1)
+        assert made.metrics["kl_reference"] == pytest.approx(kl)  # k1 at each of the four tokens
+        assert made.metrics["kl_bounded_fraction"] == bounded
+        assert all((s.columns["policy_logprobs"] == policy).all() for s in made.batch.sequences)
 
 
 def test_a_cut_off_completion_is_worth_what_the_critic_sees_after_it():

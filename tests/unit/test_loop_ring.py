@@ -9,6 +9,7 @@ from loop_cases import GROUPS_OF_4, HELD_OUT, TRAIN, Bench, digit_share, digits_
 from gyre.loop.config import EvalConfig
 from gyre.objectives.config import DpoConfig, GrpoConfig, PpoConfig
 from gyre.observe.events import count_events, read_events
+from gyre.testing.config import FakeTrainerConfig
 
 EVALUATION = EvalConfig(num_problems=len(HELD_OUT), every_steps=2)
 
@@ -27,6 +28,26 @@ def test_phases_come_in_order_and_each_room_is_called_in_its_own(tmp_path):
     assert {phase for phase, what in bench.trainer.calls if what == "register"} == {"handover"}
     assert {phase for phase, _ in bench.engine.asked} == {"rollout", "evaluate"}
     assert {phase for phase, what in bench.engine.calls if what.startswith(("prepare", "commit"))} == {"handover"}
+
+
+def test_the_policy_is_asked_for_its_own_logprobs_where_the_kl_is_in_the_reward(tmp_path):
+    for number, (objective, asked) in enumerate(
+        [
+            (GrpoConfig(variant="reinforce_pp", kl_coef=0.1), True),
+            (PpoConfig(kl_coef=0.1), True),
+            (PpoConfig(), False),
+            (GrpoConfig(kl_coef=0.1), False),
+        ]
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        unlike_the_engine = FakeTrainerConfig(logprob=-0.75)  # which says -0.5
+        bench = Bench(folder, objective=objective, steps=2, trainer=unlike_the_engine)
+        turn(bench)
+        phases = [phase for phase, what in bench.trainer.calls if what == "evaluate policy"]
+        assert phases == (["score"] * 2 if asked else [])
+        if asked:
+            assert [row["kl_reference"] for row in bench.steps()] == [0.0, 0.0]
 
 
 def test_every_token_carries_the_version_that_the_engine_had(tmp_path):

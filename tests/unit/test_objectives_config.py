@@ -19,6 +19,7 @@ from gyre.objectives.config import (
     is_pairwise,
     needs_critic,
     needs_old_logprobs,
+    needs_policy_logprobs,
     needs_reference,
     needs_rollouts,
     required_columns,
@@ -106,3 +107,24 @@ def test_old_logprobs_are_needed_once_the_policy_has_moved():
 def test_config_and_advantages_load_no_torch():
     code = "import sys; import gyre.objectives.config, gyre.objectives.advantages; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_bound_of_the_kl_follows_the_estimator_where_it_is_not_set():
+    assert GrpoConfig().kl_clamp == GrpoConfig(kl_estimator="k3_plus").kl_clamp == 10.0
+    assert GrpoConfig(variant="reinforce_pp").kl_clamp == PpoConfig().kl_clamp == GrpoConfig(kl_estimator="k2").kl_clamp
+    assert PpoConfig().kl_clamp == GrpoConfig(kl_ratio_weighted=True).kl_clamp == 0.0
+    assert PpoConfig(kl_estimator="k3").kl_clamp == GrpoConfig(variant="reinforce_pp", kl_estimator="k3").kl_clamp == 10
+    assert PpoConfig(kl_clamp=3.0).kl_clamp == GrpoConfig(kl_ratio_weighted=True, kl_clamp=3.0).kl_clamp == 3.0
+    assert GrpoConfig(kl_clamp=0.0).kl_clamp == 0.0
+
+
+@pytest.mark.parametrize("fields", [{"kl_in": "reward"}, {"kl_estimator": "k2"}, {"kl_estimator": "k3_plus"}])
+def test_the_ratio_weighs_k3_in_the_loss_only(fields):
+    with pytest.raises(ValueError, match="kl_ratio_weighted corrects the gradient of k3"):
+        GrpoConfig(kl_ratio_weighted=True, **fields)
+
+
+def test_the_policys_own_logprobs_are_needed_for_a_kl_in_the_reward():
+    assert needs_policy_logprobs(PpoConfig(kl_coef=0.1))
+    assert not needs_policy_logprobs(PpoConfig()) and not needs_policy_logprobs(GrpoConfig(kl_coef=0.1))
+    assert not needs_policy_logprobs(DpoConfig())

@@ -43,6 +43,11 @@ POLICIES = [
     GrpoConfig(variant="dr_grpo", kl_coef=0.1, kl_estimator="k3_plus", fixed_length_tokens=16),
     GrpoConfig(variant="gspo", clip_low=0.1, clip_high=0.2, tis_cap=0.0),
     GrpoConfig(variant="gspo", clip_low=0.1, clip_high=0.2, entropy_coef=0.01, tis_cap=1.1),
+    GrpoConfig(variant="dapo", entropy_coef=0.02, kl_coef=0.1, kl_clamp=0.02),
+    GrpoConfig(kl_coef=0.1, kl_estimator="k3_plus", kl_clamp=0.02),
+    GrpoConfig(kl_coef=0.1, kl_estimator="k2", kl_clamp=0.02),
+    GrpoConfig(kl_coef=0.1, kl_ratio_weighted=True),
+    GrpoConfig(variant="gspo", kl_coef=0.1, kl_ratio_weighted=True, kl_clamp=0.02),
 ]
 PPOS = [PpoConfig(), PpoConfig(aggregation="sequence", value_clip=0.0, kl_coef=0.1, kl_in="loss", kl_estimator="k3")]
 PAIRED = [
@@ -237,21 +242,88 @@ def test_clip_fractions_count_tokens_that_lost_their_gradient():
     assert finish_sums(sums)["clip_fraction"] == pytest.approx(float((s.logprobs.grad == 0).double().mean()))
 
 
-def test_the_entropy_gradient_of_samples_is_the_exact_one_in_expectation():
-    """Summed over the whole vocabulary with its probabilities, the score-function form is grad H itself."""
-    logits = torch.randn(13, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_(True)
+def test_an_entropy_bonus_needs_the_entropys_gradient():
+    inputs = chunk_inputs(random_sequences(1, [3]))
+    without = type(inputs)(
+        **{name: getattr(inputs, name) for name in inputs.__dataclass_fields__ if name != "entropy_N"},
+        entropy_N=torch.ones(3),
+    )
+    with pytest.raises(AssertionError, match="entropy's gradient"):
+        loss_sum(GrpoConfig(entropy_coef=0.1), without)
+
+
+def test_a_ratio_weighted_k3_has_the_gradient_of_the_kl():
+    """Over the whole vocabulary, sampled from an older policy: E[r k3] = KL(policy || reference), E[grad] = grad KL;
+    the plain k3 has neither."""
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randn(17, dtype=torch.float64, generator=generator).requires_grad_(True)
+    reference, old = (torch.randn(17, dtype=torch.float64, generator=generator).log_softmax(0) for _ in range(2))
     logprobs = logits.log_softmax(0)
-    entropy = -(logprobs.exp() * logprobs).sum()
-    (exact,) = torch.autograd.grad(entropy, logits, retain_graph=True)
-    shown = terms.entropy_term(entropy.detach().expand(13), logprobs, torch.ones(13))
-    (sampled,) = torch.autograd.grad((logprobs.exp().detach() * shown).sum(), logits)
-    torch.testing.assert_close(sampled, exact)
-    assert shown.detach().tolist() == pytest.approx([float(entropy.detach())] * 13)
+    kl = (logprobs.exp() * (logprobs - reference)).sum()
+    (exact,) = torch.autograd.grad(kl, logits, retain_graph=True)
+    k3 = terms.kl_estimate("k3", logprobs, reference)
+    weighted = (old.exp() * terms.ratio_weighted(k3, torch.zeros(17), logprobs - old)).sum()
+    torch.testing.assert_close(weighted, kl)
+    torch.testing.assert_close(torch.autograd.grad(weighted, logits, retain_graph=True)[0], exact)
+    (plain,) = torch.autograd.grad((old.exp() * k3).sum(), logits)
+    assert (plain - exact).abs().max() > 0.1 * exact.abs().max()
 
 
-def test_an_entropy_with_gradient_is_used_as_it_is():
-    entropy = torch.rand(3, requires_grad=True)
-    assert terms.entropy_term(entropy, torch.zeros(3), torch.ones(3)) is entropy
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_the_ratio_weighted_kl_is_trls(level):
+    """As GRPOTrainer of TRL 1.16 writes it (`use_bias_correction_kl`, loss_type "grpo"), on padded rows."""
+    lengths, beta = [5, 2, 9], 0.3
+    sequences = random_sequences(14, lengths, spread=1.0)
+    for s in sequences:
+        s.advantages = torch.zeros_like(s.advantages)
+    config = GrpoConfig(ratio=level, kl_coef=beta, kl_ratio_weighted=True)
+    value, grads, metrics = train_once(config, sequences, [[0, 1], [2]])
+
+    leaves = [s.logprobs.detach().clone().requires_grad_(True) for s in sequences]
+    pad = torch.nn.utils.rnn.pad_sequence
+    mask = pad([torch.ones(n, dtype=torch.float64) for n in lengths], batch_first=True)
+    logps, old, ref = (
+        pad(rows, batch_first=True) for rows in (leaves, [s.old for s in sequences], [s.reference for s in sequences])
+    )
+    weights = logps - old
+    if level == "sequence":
+        weights = ((weights * mask).sum(-1) / mask.sum(-1)).unsqueeze(-1)
+    kl = (torch.exp(ref - logps) - (ref - logps) - 1) * torch.exp(weights)
+    loss = ((beta * kl * mask).sum(-1) / mask.sum(-1)).mean()
+    loss.backward()
+    assert value == pytest.approx(loss.item(), rel=1e-12)
+    ours = np.concatenate([grad[:n] for grad, n in zip(split_by(grads, sequences), lengths, strict=True)])
+    np.testing.assert_allclose(ours, torch.cat([leaf.grad for leaf in leaves]).numpy(), rtol=1e-10, atol=1e-14)
+    assert metrics["kl_reference"] > 0.0 and metrics["kl_bounded_fraction"] == 0.0
+
+
+def split_by(grads: np.ndarray, sequences: list[Sequence]) -> list[np.ndarray]:
+    return np.split(grads, np.cumsum([len(s.grads()) for s in sequences])[:-1])
+
+
+def test_a_bound_of_the_weighted_kl_does_not_push_away_from_the_reference():
+    """The gradient of ratio · bound would lower a log-prob that is far below the reference's already."""
+    sequences = random_sequences(3, [1])
+    s = sequences[0]
+    s.advantages, s.old, s.reference = torch.zeros(1), s.logprobs.detach(), s.logprobs.detach() + 9.0
+    for clamp, gradient in ((10.0, 0.0), (0.0, -0.1 * 9.0)):
+        config = GrpoConfig(kl_coef=0.1, kl_ratio_weighted=True, kl_clamp=clamp)
+        loss, sums = loss_sum(config, chunk_inputs(sequences))
+        loss.backward()
+        assert all_grads(sequences)[0] == pytest.approx(gradient, abs=1e-9)
+        assert finish_sums(sums)["kl_bounded_fraction"] == float(clamp > 0)
+
+
+def test_a_token_far_below_the_reference_is_bounded_by_default():
+    """verl's form: value 10, no gradient under k3; k3_plus keeps k2's."""
+    for estimator, gradient in (("k3", 0.0), ("k3_plus", -7.0)):
+        sequences = random_sequences(3, [1])
+        s = sequences[0]
+        s.advantages, s.old, s.reference = torch.zeros(1), s.logprobs.detach(), s.logprobs.detach() + 7.0
+        loss, sums = loss_sum(GrpoConfig(kl_coef=1.0, kl_estimator=estimator), chunk_inputs(sequences))
+        loss.backward()
+        assert loss.item() == pytest.approx(10.0) and all_grads(sequences)[0] == pytest.approx(gradient)
+        assert finish_sums(sums)["kl_bounded_fraction"] == 1.0
 
 
 def test_k3_is_unbiased_and_k2_has_the_gradient_of_the_kl():

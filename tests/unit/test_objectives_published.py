@@ -99,6 +99,8 @@ def test_reinforce():
         ("k3", 10.0, [0.7183, 10.0, 10.0]),
         ("k3_plus", 0.0, [0.7183, 13.0, 28.0]),
         ("k3_plus", 10.0, [0.7183, 10.0, 10.0]),
+        ("k1", 10.0, [-1.0, 10.0, 10.0]),
+        ("k2", 10.0, [0.5, 10.0, 10.0]),
     ],
 )
 def test_kl_estimators(estimator, clamp, expected):
@@ -109,12 +111,14 @@ def test_kl_estimators(estimator, clamp, expected):
     assert counted == ([0.0, 1.0, 1.0] if clamp else [0.0, 0.0, 0.0])
 
 
-def test_k3_plus_has_the_gradient_of_k2():
+@pytest.mark.parametrize("clamp", [0.0, 0.1])
+def test_k3_plus_has_the_gradient_of_k2(clamp):
+    """Beyond the bound too, as verl's k3+."""
     logprobs, reference = torch.tensor([-1.0, -0.3, -4.0]), torch.tensor([0.0, -2.0, -3.5])
     grads = {}
     for estimator in ("k2", "k3_plus"):
         leaf = logprobs.clone().requires_grad_(True)
-        terms.kl_estimate(estimator, leaf, reference).sum().backward()
+        terms.kl_estimate(estimator, leaf, reference, clamp if estimator == "k3_plus" else 0.0).sum().backward()
         grads[estimator] = leaf.grad.tolist()
     assert grads["k3_plus"] == pytest.approx(grads["k2"])
     assert grads["k2"] == pytest.approx((logprobs - reference).tolist())

@@ -26,10 +26,13 @@ from trainer_cases import (
 
 from gyre.core.errors import ConfigError, InputError, SnapshotError
 from gyre.core.records import TrainBatch
+from gyre.models.decoder import Decoder
 from gyre.models.heads import ScalarHead
 from gyre.objectives.config import GrpoConfig
 from gyre.parallel.group import alone
+from gyre.trainer.chunk import Chunk
 from gyre.trainer.native import NativeTrainer
+from gyre.trainer.passes import chunk_logprobs
 from gyre.trainer.saver import Saver
 from gyre.trainer.snapshot import SnapshotStore
 from gyre.vram.pools import StoragePool
@@ -95,6 +98,29 @@ def test_old_logprobs_are_those_before_the_first_update():
     metrics = trainer.step_now(batch).metrics
     assert metrics["logprob_gap"] < 1e-6
     assert metrics["kl_old"] > 1e-6
+
+
+def test_policy_logprobs_that_the_batch_brings_are_the_old_ones():
+    """No second pass over the same weights; and nothing of them where the policy has not moved."""
+    calls = []
+
+    def counted(decoder: Decoder, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append(torch.is_grad_enabled())
+        return chunk_logprobs(decoder, chunk)
+
+    found = {}
+    for brought in (False, True):
+        for epochs in (1, 2):
+            trainer = make_trainer("ppo", epochs_per_batch=epochs, logprobs=counted)
+            batch = make_batch()
+            if brought:
+                batch = with_column(batch, "policy_logprobs", trainer.evaluate_now(batch, "policy"))
+            calls.clear()
+            metrics = trainer.step_now(batch).metrics
+            found[brought, epochs] = calls.count(False), metrics["kl_old"], metrics["ratio"], metrics["loss"]
+    assert found[False, 2][0] > 0 == found[True, 2][0]
+    assert found[False, 2][1:] == found[True, 2][1:] and found[True, 2][1] > 0.0
+    assert found[False, 1] == found[True, 1] and found[True, 1][:3] == (0, 0.0, 1.0)
 
 
 def test_evaluate_returns_batch_order_and_zeros_off_target():

@@ -43,7 +43,7 @@ OBJECTIVES = {
     "sft": SftConfig(),
     "rm": RmConfig(),
     "dpo": DpoConfig(),
-    "grpo": GrpoConfig(kl_coef=0.04),
+    "grpo": GrpoConfig(kl_coef=0.04, entropy_coef=0.02),
     "ppo": PpoConfig(),
 }
 

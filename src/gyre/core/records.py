@@ -222,7 +222,8 @@ class TrainSequence:
     """One sequence to train on or to evaluate, unpacked.
 
     `columns` are per-token arrays of length T by the column convention, for example loss_mask (bool),
-    advantages, logprobs (behaviour), reference_logprobs, values, returns. `scalars` are per sequence.
+    advantages, logprobs (behaviour), policy_logprobs (the trainer's, before the step), reference_logprobs, values,
+    returns. `scalars` are per sequence.
     """
 
     tokens: np.ndarray  # int32 [T]

@@ -1,17 +1,22 @@
 """Log-probs of given tokens. In: hidden rows, head weight, targets, temperatures, optional truncation support.
-Out: logprobs_N (differentiable, hand-written backward) and entropy_N (not). Callers: trainer.passes, trainer.recompute.
+Out: logprobs_N and entropy_N, both with a hand-written backward. Callers: trainer.passes, trainer.recompute.
 
 The vocabulary is taken in blocks, so that logits never exist whole when it is large: a block's gradient of the head is
 then complete at once, and only that of the hidden rows is summed over blocks. The softmax is float32 (float64 for
 float64 rows) whatever the weights are. With Triton kernels logits stay as the product made them, are read once for all
 that the forward pass wants, and become their own gradient in place.
+
+With p the distribution after temperature T and truncation, x its logits before T and H its entropy, the gradients are
+d log p_t / dx_j = (1[j = t] - p_j) / T and dH / dx_j = -p_j (log p_j + H) / T. The second costs a backward pass
+nothing where nobody uses the entropy: its upstream gradient is None.
 """
 
 # N rows, E hidden size, V vocabulary, W tokens of a vocabulary block, Z entries of the support
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,7 +48,7 @@ def token_logprobs(
     chunk: int = 0,
     keep_logits: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return (logprobs_N, entropy_N) of the distribution after temperature and truncation.
+    """Return (logprobs_N, entropy_N) of the distribution after temperature and truncation, entropy in nats.
 
     temperature_N is above 0. `support` is (offsets int64 [N + 1], ids int64 [Z]): row n may only choose
     ids[offsets[n]:offsets[n + 1]], among which its target must be. `chunk` is the columns of a vocabulary block; 0
@@ -80,6 +85,38 @@ def cut_vocabulary(
     return tuple((start, min(start + columns, vocab_size)) for start in range(0, vocab_size, columns))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slopes:
+    """What the gradient of a row's logits is made from: -p (scale + bonus (log p + entropy)), and at_target at its
+    target. Without a gradient of the entropy, bonus and entropy are None."""
+
+    total_N: Tensor  # log Σ exp of the logits after temperature
+    scale_N: Tensor  # upstream gradient of the log-prob / temperature
+    at_target_N: Tensor
+    bonus_N: Tensor | None = None  # upstream gradient of the entropy / temperature
+    entropy_N: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, grads: Sequence[Tensor | None], temperature_N: Tensor, total_N: Tensor, logprobs_N: Tensor,
+        entropy_N: Tensor,
+    ) -> Slopes:  # fmt: skip
+        """`grads`: of the log-probs and of the entropies; None where nobody uses them."""
+        of_logprobs_N, of_entropy_N = grads
+        scale_N = torch.zeros_like(logprobs_N) if of_logprobs_N is None else of_logprobs_N / temperature_N
+        # 1 - p of the target from the log-prob: p itself, rounded to bfloat16, would lose it when p is near 1.
+        at_target_N = -scale_N * torch.expm1(logprobs_N)
+        if of_entropy_N is None:
+            return cls(total_N=total_N, scale_N=scale_N, at_target_N=at_target_N)
+        bonus_N = of_entropy_N / temperature_N
+        at_target_N = at_target_N - bonus_N * logprobs_N.exp() * (logprobs_N + entropy_N)
+        return cls(total_N=total_N, scale_N=scale_N, at_target_N=at_target_N, bonus_N=bonus_N, entropy_N=entropy_N)
+
+    def rows(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        """In the order of the kernels' arguments."""
+        return self.total_N, self.scale_N, self.at_target_N, self.bonus_N, self.entropy_N
+
+
 class TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -96,12 +133,10 @@ class TokenLogprobs(torch.autograd.Function):
         if isinstance(kernels, ChunkKernels):
             logits_NV = hidden_NE @ head_weight_VE.t()
             logprobs_N, entropy_N, total_N = kernels.logprobs(logits_NV, temperature_N.float(), targets_N)
-            ctx.blocks = None  # the C kernels' case: what is kept are the logits
-            ctx.save_for_backward(
-                hidden_NE, head_weight_VE, targets_N, temperature_N, None, None, total_N, logprobs_N, logits_NV
-            )
-            ctx.mark_non_differentiable(entropy_N)
-            return logprobs_N, entropy_N
+            return keep(
+                ctx, None, hidden_NE, head_weight_VE, targets_N, temperature_N, total_N, logprobs_N, entropy_N,
+                None, None, logits_NV,
+            )  # fmt: skip
         totals, means, kept_NV = [], [], None
         target_N = None
         for start, stop in blocks:
@@ -119,32 +154,27 @@ class TokenLogprobs(torch.autograd.Function):
         total_N = totals_BN.logsumexp(0)
         entropy_N = total_N - ((totals_BN - total_N).exp() * torch.stack(means)).sum(0)
         logprobs_N = target_N - total_N
-        ctx.blocks = blocks
-        ctx.save_for_backward(
-            hidden_NE, head_weight_VE, targets_N, temperature_N, rows_Z, ids_Z, total_N, logprobs_N, kept_NV
-        )
-        ctx.mark_non_differentiable(entropy_N)
-        return logprobs_N, entropy_N
+        return keep(
+            ctx, blocks, hidden_NE, head_weight_VE, targets_N, temperature_N, total_N, logprobs_N, entropy_N,
+            rows_Z, ids_Z, kept_NV,
+        )  # fmt: skip
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_NE, weight_VE, targets_N, temperature_N, rows_Z, ids_Z, total_N, logprobs_N, kept_NV = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden_NE, weight_VE, targets_N, temperature_N, *found, rows_Z, ids_Z, kept_NV = ctx.saved_tensors
+        slopes = Slopes.of(grads, temperature_N, *found)
         if ctx.blocks is None:
             kernels, grad_NV = kernels_for(hidden_NE), kept_NV.clone()
             assert isinstance(kernels, ChunkKernels)
-            kernels.logprobs_backward(grad_NV, temperature_N.float(), targets_N, logprobs_N, total_N, grads[0].float())
+            kernels.logits_gradient(grad_NV, temperature_N.float(), targets_N, *slopes.rows(), 0)
             return grad_NV @ weight_VE, grad_NV.t() @ hidden_NE, None, None, None, None, None
 
-        def probabilities(start: int, stop: int) -> Tensor:
-            if kept_NV is not None:
-                return kept_NV
+        def log_probabilities(start: int, stop: int) -> Tensor:
             logits_NW = block_logits(hidden_NE, weight_VE, temperature_N, rows_Z, ids_Z, start, stop)
-            return logits_NW.sub_(total_N[:, None]).exp_().to(hidden_NE.dtype)
+            return logits_NW.sub_(slopes.total_N[:, None])
 
-        pair = logprobs_backward(
-            grads[0], hidden_NE, weight_VE, targets_N, temperature_N, logprobs_N, ctx.blocks, probabilities
-        )
+        pair = logprobs_backward(hidden_NE, weight_VE, targets_N, slopes, ctx.blocks, log_probabilities, kept_NV)
         return *pair, None, None, None, None, None
 
 
@@ -156,55 +186,77 @@ class GivenLogprobs(torch.autograd.Function):
         ctx: Any, forward: Forward, hidden_NE: Tensor, head_weight_VE: Tensor, targets_N: Tensor, temperature_N: Tensor
     ) -> tuple[Tensor, Tensor]:
         logprobs_N, total_N, entropy_N = forward(hidden_NE, targets_N)
-        ctx.save_for_backward(hidden_NE, head_weight_VE, targets_N, temperature_N, total_N, logprobs_N)
-        ctx.mark_non_differentiable(entropy_N)
-        return logprobs_N, entropy_N
+        blocks = cut_vocabulary(len(head_weight_VE), len(hidden_NE))
+        return keep(
+            ctx, blocks, hidden_NE, head_weight_VE, targets_N, temperature_N, total_N, logprobs_N, entropy_N
+        )  # fmt: skip
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_NE, weight_VE, targets_N, temperature_N, total_N, logprobs_N = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden_NE, weight_VE, targets_N, temperature_N, *found = ctx.saved_tensors
+        slopes = Slopes.of(grads, temperature_N, *found)
 
-        def probabilities(start: int, stop: int) -> Tensor:
+        def log_probabilities(start: int, stop: int) -> Tensor:
             logits_NW = block_logits(hidden_NE, weight_VE, temperature_N, None, None, start, stop)
-            return logits_NW.sub_(total_N[:, None]).exp_().to(hidden_NE.dtype)
+            return logits_NW.sub_(slopes.total_N[:, None])
 
-        blocks = cut_vocabulary(len(weight_VE), len(hidden_NE))
-        pair = logprobs_backward(
-            grads[0], hidden_NE, weight_VE, targets_N, temperature_N, logprobs_N, blocks, probabilities
-        )
+        pair = logprobs_backward(hidden_NE, weight_VE, targets_N, slopes, ctx.blocks, log_probabilities)
         return None, *pair, None, None
 
 
+def keep(
+    ctx: Any, blocks: tuple[tuple[int, int], ...] | None, hidden_NE: Tensor, weight_VE: Tensor, targets_N: Tensor,
+    temperature_N: Tensor, total_N: Tensor, logprobs_N: Tensor, entropy_N: Tensor, *more: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Keep for the backward pass what all paths need, in this order, and then `more`. `blocks` is None where the C
+    kernels have the whole logits. Return what a forward pass returns."""
+    ctx.set_materialize_grads(False)  # an output that nobody uses has the gradient None, and costs nothing
+    ctx.blocks = blocks
+    ctx.save_for_backward(
+        hidden_NE, weight_VE, targets_N, temperature_N, total_N, logprobs_N, entropy_N, *more
+    )  # fmt: skip
+    return logprobs_N, entropy_N
+
+
 def logprobs_backward(
-    grad_N: Tensor,
     hidden_NE: Tensor,
     weight_VE: Tensor,
     targets_N: Tensor,
-    temperature_N: Tensor,
-    logprobs_N: Tensor,
+    slopes: Slopes,
     blocks: tuple[tuple[int, int], ...],
-    probabilities: Callable[[int, int], Tensor],
+    log_probabilities: Callable[[int, int], Tensor],
+    probs_NV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the hidden rows and of the head. `probabilities` gives those of a vocabulary block in
-    the hidden rows' dtype."""
-    scale_N = grad_N / temperature_N
-    # 1 - p of the target from the log-prob: p itself, rounded to bfloat16, would lose it when p is near 1.
-    at_target_N = (-scale_N * torch.expm1(logprobs_N)).to(hidden_NE.dtype)
-    minus_scale_N1 = -scale_N[:, None].to(hidden_NE.dtype)
+    """Return the gradients of the hidden rows and of the head. `log_probabilities` makes those of a vocabulary block;
+    without a gradient of the entropy, `probs_NV` in the hidden rows' dtype spare it where they were kept."""
+    at_target_N = slopes.at_target_N.to(hidden_NE.dtype)
     grad_weight_VE = torch.empty_like(weight_VE)
     grad_hidden_NE = None
     for start, stop in blocks:
-        grad_NW = probabilities(start, stop) * minus_scale_N1
+        if slopes.bonus_N is not None:
+            grad_NW = with_entropy(log_probabilities(start, stop), slopes).to(hidden_NE.dtype)
+        else:
+            probs_NW = log_probabilities(start, stop).exp_().to(hidden_NE.dtype) if probs_NV is None else probs_NV
+            grad_NW = probs_NW * -slopes.scale_N[:, None].to(hidden_NE.dtype)
         inside_M = ((targets_N >= start) & (targets_N < stop)).nonzero().squeeze(1)
         grad_NW[inside_M, targets_N[inside_M] - start] = at_target_N[inside_M]
         torch.mm(grad_NW.t(), hidden_NE, out=grad_weight_VE[start:stop])
         part_NE = grad_NW @ weight_VE[start:stop]
         if len(blocks) > 1:
-            part_NE = part_NE.to(logprobs_N.dtype)
+            part_NE = part_NE.to(slopes.total_N.dtype)
         grad_hidden_NE = part_NE if grad_hidden_NE is None else grad_hidden_NE.add_(part_NE)
     assert grad_hidden_NE is not None
     return grad_hidden_NE.to(hidden_NE.dtype), grad_weight_VE
+
+
+def with_entropy(log_probs_NW: Tensor, slopes: Slopes) -> Tensor:
+    """Return -p (scale + bonus (log p + H)), over the log-probs in place. p comes first into the product: outside a
+    support it is 0, and log p the finite FORBIDDEN."""
+    assert slopes.bonus_N is not None and slopes.entropy_N is not None
+    probs_NW = log_probs_NW.exp()
+    surplus_NW = log_probs_NW.add_(slopes.entropy_N[:, None]).mul_(probs_NW).mul_(slopes.bonus_N[:, None])
+    return surplus_NW.addcmul_(probs_NW, slopes.scale_N[:, None]).neg_()
 
 
 class FusedLogprobs(torch.autograd.Function):
@@ -229,25 +281,24 @@ class FusedLogprobs(torch.autograd.Function):
         total_N = totals_BN.logsumexp(0)
         entropy_N = total_N - ((totals_BN - total_N).exp() * means_BN).sum(0)
         logprobs_N = found_BN.sum(0) - total_N  # a target lies in one block; the others say 0
-        ctx.blocks, ctx.kept_is_gradient = blocks, False
-        ctx.save_for_backward(hidden_NE, head_weight_VE, targets_N, temperature_N, total_N, logprobs_N, kept_NV)
-        ctx.mark_non_differentiable(entropy_N)
-        return logprobs_N, entropy_N
+        ctx.kept_is_gradient = False
+        return keep(
+            ctx, blocks, hidden_NE, head_weight_VE, targets_N, temperature_N, total_N, logprobs_N, entropy_N, kept_NV
+        )  # fmt: skip
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_NE, weight_VE, targets_N, temperature_N, total_N, logprobs_N, kept_NV = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden_NE, weight_VE, targets_N, temperature_N, *found, kept_NV = ctx.saved_tensors
         assert not ctx.kept_is_gradient, "the kept logits became their gradient: one backward pass per forward pass"
         ctx.kept_is_gradient = kept_NV is not None
         kernels = kernels_for(hidden_NE)
         assert kernels is not None and not isinstance(kernels, ChunkKernels)
-        scale_N = grads[0].float() / temperature_N
-        at_target_N = -scale_N * torch.expm1(logprobs_N)  # 1 - p would lose its digits where p is near 1
+        slopes = Slopes.of(grads, temperature_N, *found)
         grad_weight_VE, grad_hidden_NE = torch.empty_like(weight_VE), None
         for start, stop in ctx.blocks:
             grad_NW = hidden_NE @ weight_VE[start:stop].t() if kept_NV is None else kept_NV
-            kernels.logits_gradient(grad_NW, temperature_N, targets_N, total_N, scale_N, at_target_N, start)
+            kernels.logits_gradient(grad_NW, temperature_N, targets_N, *slopes.rows(), start)
             torch.mm(grad_NW.t(), hidden_NE, out=grad_weight_VE[start:stop])
             part_NE = grad_NW @ weight_VE[start:stop]
             if len(ctx.blocks) > 1:

@@ -58,7 +58,7 @@ def token_logprobs(
         logits_NV = logits_NV.masked_fill(~allowed_NV, float("-inf"))
     logprobs_NV = logits_NV.log_softmax(-1)
     entropy_N = -(logprobs_NV.exp() * logprobs_NV.masked_fill(logprobs_NV.isinf(), 0.0)).sum(-1)
-    return logprobs_NV.gather(-1, targets_N[:, None]).squeeze(-1), entropy_N.detach()
+    return logprobs_NV.gather(-1, targets_N[:, None]).squeeze(-1), entropy_N
 
 
 def paged_attention(

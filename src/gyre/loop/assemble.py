@@ -19,6 +19,7 @@ from gyre.objectives.config import AnyObjective, DpoConfig, GrpoConfig, PpoConfi
 class Passes:
     """Forward passes over `bare_batch` of the same groups; None where the objective needs none."""
 
+    policy: Evaluation | None = None
     reference: Evaluation | None = None
     critic: Evaluation | None = None
 
@@ -147,7 +148,12 @@ def _metrics(num_equal_groups: int, num_groups: int) -> dict[str, float]:
 def _kl_in_reward(estimates: Estimates, samples: Sequence[Sample]) -> dict[str, float]:
     """The trainer reports the KL that it has in its loss; one that is in the reward is known here alone."""
     tokens = sum(sample.num_tokens for sample in samples)
-    return {} if estimates.kls is None or not tokens else {"kl_reference": sum(estimates.kls) / tokens}
+    if estimates.kls is None or not tokens:
+        return {}
+    return {
+        "kl_reference": sum(estimates.kls) / tokens,
+        "kl_bounded_fraction": sum(estimates.kls_bounded or ()) / tokens,
+    }
 
 
 def _rollouts(groups: Sequence[Group]) -> list[Rollout]:
@@ -173,7 +179,8 @@ def _sample(rollout: Rollout, score: Score, i: int, passes: Passes) -> Sample:
         group_id=rollout.group_id,
         score=score.value,
         num_tokens=int(mask.sum()),
-        logprobs_C=rollout.logprobs[mask],
+        # The trainer's, as the reference's are: the engine rounds otherwise, and that gap is no KL.
+        logprobs_C=None if passes.policy is None else passes.policy.per_token[i][mask],
         reference_logprobs_C=None if reference is None else reference.per_token[i][mask],
         values_C=None if critic is None else critic.per_token[i][mask],
         last_value=float(critic.per_sequence[i]) if cut_off and critic and critic.per_sequence is not None else 0.0,
@@ -182,6 +189,8 @@ def _sample(rollout: Rollout, score: Score, i: int, passes: Passes) -> Sample:
 
 def _passed(passes: Passes, i: int) -> dict[str, np.ndarray]:
     columns = {}
+    if passes.policy is not None:
+        columns["policy_logprobs"] = passes.policy.per_token[i]
     if passes.reference is not None:
         columns["reference_logprobs"] = passes.reference.per_token[i]
     if passes.critic is not None:

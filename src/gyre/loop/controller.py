@@ -3,7 +3,7 @@
     source.take ─▶ Collector ─Request─▶ engine            phase rollout   engine on the device
         ▲             │  ◀─TokenChunk──┘   ▲                              (rule rewards run from the first one on)
         │             ▼                    │
-        │        Scoring ◀─ rollouts       │              phase score      reference, reward model, critic
+        │        Scoring ◀─ rollouts       │              phase score      policy, reference, reward model, critic
         │             │                    │
         │             ▼                Handover           phase handover   weights to the engine
         │        assemble ─TrainBatch─▶ trainer.step      phase train      actor, optimiser, critic
@@ -45,7 +45,7 @@ from gyre.loop.handover import Handover
 from gyre.loop.ports import Parts, StageSpec
 from gyre.loop.resume import Progress, is_due, note_outcome, to_snapshot
 from gyre.loop.scoring import Scoring
-from gyre.objectives.config import needs_critic, needs_reference
+from gyre.objectives.config import needs_critic, needs_policy_logprobs, needs_reference
 from gyre.observe.samples import sample_row
 
 
@@ -165,12 +165,15 @@ class Ring:
         )
 
     async def _passes(self, whole: Sequence[InFlight], step: int) -> tuple[Passes, np.ndarray | None]:
-        """Reference, reward and critic passes over the whole groups, while rule rewards still run."""
+        """Policy, reference, reward and critic passes over the whole groups, while rule rewards still run."""
         bare = bare_batch([as_group(group, scored=False) for group in whole], step=step)
         trainer, objective = self._parts.trainer, self._stage.objective
-        reference = critic = learnt = None
+        policy = reference = critic = learnt = None
         if not bare.sequences:
             return Passes(), None
+        if needs_policy_logprobs(objective):
+            with self._phase("policy", step=step):
+                policy = await trainer.evaluate(bare, "policy")
         if needs_reference(objective):
             with self._phase("reference", step=step):
                 reference = await trainer.evaluate(bare, "reference")
@@ -180,7 +183,7 @@ class Ring:
         if needs_critic(objective):
             with self._phase("critic", step=step):
                 critic = await trainer.evaluate(bare, "critic")
-        return Passes(reference=reference, critic=critic), learnt
+        return Passes(policy=policy, reference=reference, critic=critic), learnt
 
     async def _publish(self, step: int) -> None:
         await self._enter("handover", step)

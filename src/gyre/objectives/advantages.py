@@ -25,7 +25,7 @@ class Sample:
     group_id: str  # shared by siblings
     score: float  # the weighted sum of its rewards
     num_tokens: int  # C, sampled tokens
-    logprobs_C: np.ndarray | None = None  # the policy's, needed when the KL is in the reward
+    logprobs_C: np.ndarray | None = None  # the policy's by the trainer, needed when the KL is in the reward
     reference_logprobs_C: np.ndarray | None = None  # needed when the KL is in the reward
     values_C: np.ndarray | None = None  # the critic's, needed by ppo
     last_value: float = 0.0  # the critic's value after the last token if the completion was cut off; 0 if it ended
@@ -38,6 +38,7 @@ class Estimates:
     advantages: tuple[np.ndarray, ...]  # float32 [C] each
     returns: tuple[np.ndarray, ...] | None  # float32 [C] each, the critic's targets; None without a critic
     kls: tuple[float, ...] | None  # KL summed over each sample's tokens; None unless the KL is in the reward
+    kls_bounded: tuple[int, ...] | None  # tokens of each sample whose KL is held by kl_clamp; None likewise
     equal_groups: tuple[str, ...]  # groups whose scores are all equal, in order of first appearance
 
 
@@ -56,6 +57,7 @@ def estimate(config: GrpoConfig | PpoConfig, samples: Sequence[Sample]) -> Estim
         advantages=tuple(values.astype(np.float32) for values in per_token),
         returns=None if returns is None else tuple(values.astype(np.float32) for values in returns),
         kls=tuple(float(p.sum()) / config.kl_coef for p in penalties) if in_reward else None,
+        kls_bounded=tuple(_num_bounded(config, sample) for sample in samples) if in_reward else None,
         equal_groups=tuple(names[i] for i in equal_groups(scores)),
     )
 
@@ -111,7 +113,8 @@ def whiten(values: Sequence[np.ndarray], weights: Sequence[np.ndarray] | None = 
 def kl_numpy(
     estimator: Estimator, logprobs_C: np.ndarray, reference_logprobs_C: np.ndarray, clamp: float = 0.0
 ) -> np.ndarray:
-    """Per-token KL(policy || reference), the value of `terms.kl_estimate` in float64, for rewards. k3 is unbounded."""
+    """Per-token KL(policy || reference), the value of `terms.kl_estimate` in float64, for rewards. Without `clamp`
+    k3 is unbounded."""
     gap = np.asarray(logprobs_C, dtype=np.float64) - np.asarray(reference_logprobs_C, dtype=np.float64)
     if estimator == "k1":
         kl = gap
@@ -146,6 +149,15 @@ def _penalty(config: GrpoConfig | PpoConfig, sample: Sample) -> np.ndarray:
     return config.kl_coef * kl_numpy(
         config.kl_estimator, sample.logprobs_C, sample.reference_logprobs_C, config.kl_clamp
     )
+
+
+def _num_bounded(config: GrpoConfig | PpoConfig, sample: Sample) -> int:
+    """Tokens whose KL in the reward is kl_clamp and not the estimate."""
+    if not config.kl_clamp:
+        return 0
+    assert sample.logprobs_C is not None and sample.reference_logprobs_C is not None
+    kl_C = kl_numpy(config.kl_estimator, sample.logprobs_C, sample.reference_logprobs_C)
+    return int((np.abs(kl_C) > config.kl_clamp).sum())
 
 
 def _centre(config: GrpoConfig, rewards_G: np.ndarray) -> np.ndarray:

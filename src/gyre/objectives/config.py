@@ -128,10 +128,25 @@ class PolicyConfig(Section):
     """Where the KL enters: a term of the loss, or a penalty on each token's reward before advantages."""
     kl_estimator: Estimator = "k3"
     """Per-token estimator: k1 log-ratio, k2 half its square, k3 unbiased and positive, k3_plus k3 with k2 gradient."""
-    kl_clamp: float = Field(default=0.0, ge=0.0)
-    """Largest size of a token's KL estimate; 0 leaves it unbounded. Clamped tokens are counted."""
+    kl_clamp: float = Field(default=10.0, ge=0.0)
+    """Largest size of a token's KL estimate; 0 leaves it unbounded. Where not set: 10 for k3 and k3_plus, 0 for k1,
+    k2 and with kl_ratio_weighted (verl; OpenRLHF bounds k1 and k2 at 10 too, TRL nothing). Clamped tokens are counted
+    and have no gradient, or k2's under k3_plus."""
+    kl_ratio_weighted: bool = False
+    """Multiply the k3 in the loss by the policy's unclipped ratio, with the ratio's gradient: the gradient is then that
+    of the KL itself (DeepSeek-V3.2; TRL's default, use_bias_correction_kl)."""
     entropy_coef: float = Field(default=0.0, ge=0.0)
-    """Weight of the entropy bonus."""
+    """Weight of the entropy bonus: the exact entropy of each token's distribution after temperature and truncation,
+    averaged as the loss is (verl; TRL averages it over tokens). Neither the ratio nor tis_cap weighs it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def fill_kl_clamp(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or "kl_clamp" in values:
+            return values
+        estimator = values.get("kl_estimator", cls.model_fields["kl_estimator"].default)
+        unbounded = estimator in ("k1", "k2") or values.get("kl_ratio_weighted", False)
+        return {**values, "kl_clamp": 0.0} if unbounded else values
 
     @model_validator(mode="after")
     def check_policy(self) -> PolicyConfig:
@@ -152,6 +167,11 @@ class PolicyConfig(Section):
         if self.kl_in == "reward" and self.kl_estimator == "k3_plus":
             raise ValueError(
                 "kl_estimator = 'k3_plus' differs from 'k3' by its gradient only; a reward has none: use 'k3'"
+            )
+        if self.kl_ratio_weighted and (self.kl_in == "reward" or self.kl_estimator != "k3"):
+            raise ValueError(
+                f"kl_ratio_weighted corrects the gradient of k3 in the loss; got kl_in = '{self.kl_in}', "
+                f"kl_estimator = '{self.kl_estimator}': set kl_in = 'loss' and kl_estimator = 'k3', or turn it off"
             )
         return self
 
@@ -205,6 +225,11 @@ AnyObjective = SftConfig | RmConfig | DpoConfig | GrpoConfig | PpoConfig
 def needs_reference(config: AnyObjective) -> bool:
     """Whether somebody must compute the reference model's log-probs of each step's tokens."""
     return config.kind == "dpo" or (isinstance(config, PolicyConfig) and config.kl_coef > 0.0)
+
+
+def needs_policy_logprobs(config: AnyObjective) -> bool:
+    """Whether the trainer must compute the policy's own log-probs of each step's tokens before advantages are made."""
+    return isinstance(config, PolicyConfig) and config.kl_coef > 0.0 and config.kl_in == "reward"
 
 
 def needs_critic(config: AnyObjective) -> bool:

@@ -26,7 +26,7 @@ def policy_loss(config: PolicyConfig, inputs: LossInputs) -> tuple[Tensor, dict[
     ratio_N = log_ratio_N.exp()
     surrogate_N = surrogate(config, ratio_N, logprobs_N, inputs.advantages_N)
     loss_N, correction = _corrected(config, inputs, surrogate_N)
-    loss_N, extras = _regularised(config, inputs, loss_N, ratio_N)
+    loss_N, extras = _regularised(config, inputs, loss_N, old_N)
     weights_N = terms.aggregation_weights(config.aggregation, index_N, counts_S, loss_N.dtype)
     loss = (weights_N * loss_N).sum()
     mass = terms.aggregation_mass(config.aggregation, counts_S, config.fixed_length_tokens)
@@ -84,25 +84,37 @@ def _corrected(config: PolicyConfig, inputs: LossInputs, loss_N: Tensor) -> tupl
 
 
 def _regularised(
-    config: PolicyConfig, inputs: LossInputs, loss_N: Tensor, ratio_N: Tensor
+    config: PolicyConfig, inputs: LossInputs, loss_N: Tensor, old_N: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Add the KL to the reference and the entropy bonus, and measure both."""
+    """Add the KL to the reference and the entropy bonus, and measure both. Engine correction weighs neither."""
     sums: dict[str, Tensor] = {}
-    assert inputs.logprobs_N is not None
     if config.kl_coef and config.kl_in == "loss":
-        assert inputs.reference_logprobs_N is not None, "kl_coef needs reference_logprobs_N"
-        kl_N = terms.kl_estimate(config.kl_estimator, inputs.logprobs_N, inputs.reference_logprobs_N, config.kl_clamp)
+        kl_N, bounded_N = _kl_in_loss(config, inputs, old_N)
         loss_N = loss_N + config.kl_coef * kl_N
         sums["kl_reference"] = terms.mean_sum(kl_N)
-        sums["kl_bounded_fraction"] = terms.mean_sum(
-            terms.kl_bounded(config.kl_estimator, inputs.logprobs_N, inputs.reference_logprobs_N, config.kl_clamp)
-        )
+        sums["kl_bounded_fraction"] = terms.mean_sum(bounded_N)
     if inputs.entropy_N is not None:
         sums["entropy"] = terms.mean_sum(inputs.entropy_N)
     if config.entropy_coef:
         assert inputs.entropy_N is not None, "entropy_coef needs entropy_N"
-        loss_N = loss_N - config.entropy_coef * terms.entropy_term(inputs.entropy_N, inputs.logprobs_N, ratio_N)
+        assert inputs.entropy_N.requires_grad or loss_N.grad_fn is None, "entropy_coef needs the entropy's gradient"
+        loss_N = loss_N - config.entropy_coef * inputs.entropy_N
     return loss_N, sums
+
+
+def _kl_in_loss(config: PolicyConfig, inputs: LossInputs, old_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each token's KL to the reference, and 1.0 where a bound holds it."""
+    assert inputs.logprobs_N is not None
+    assert inputs.reference_logprobs_N is not None, "kl_coef needs reference_logprobs_N"
+    given = config.kl_estimator, inputs.logprobs_N, inputs.reference_logprobs_N, config.kl_clamp
+    kl_N, bounded_N = terms.kl_estimate(*given), terms.kl_bounded(*given)
+    if not config.kl_ratio_weighted:
+        return kl_N, bounded_N
+    log_weight_N = terms.log_ratio(inputs.logprobs_N, old_N)
+    if config.ratio == "sequence":  # as TRL: its gradient goes to all tokens of the sequence
+        index_N = inputs.sequence_index_N
+        log_weight_N = terms.sequence_means(log_weight_N, index_N, inputs.target_counts_S)[index_N]
+    return terms.ratio_weighted(kl_N, bounded_N, log_weight_N), bounded_N
 
 
 def _ratio_sums(

@@ -22,7 +22,7 @@ class LossInputs:
 
     # sft, dpo, grpo, ppo
     logprobs_N: Tensor | None = None  # float32 with grad: the policy being trained, at the rollout's temperature
-    entropy_N: Tensor | None = None  # float32, of the policy's next-token distribution; with or without grad
+    entropy_N: Tensor | None = None  # float32 with grad, of the policy's next-token distribution
 
     # grpo, ppo
     advantages_N: Tensor | None = None

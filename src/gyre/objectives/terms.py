@@ -69,12 +69,15 @@ def sequence_log_ratio(log_ratio_N: Tensor, sequence_index_N: Tensor, target_cou
 
 
 def kl_estimate(estimator: Estimator, logprobs_N: Tensor, reference_logprobs_N: Tensor, clamp: float = 0.0) -> Tensor:
-    """Per-token estimate of KL(policy || reference) from tokens that the policy sampled.
+    """Per-token estimate of KL(policy || reference) from tokens that the policy sampled, in nats.
 
     Schulman 2020, "Approximating KL divergence", with r = reference / policy: k1 = -log r, k2 = (log r)^2 / 2,
     k3 = r - 1 - log r. k3 is GRPO's, Shao et al. 2024, arXiv 2402.03300, eq. 4. k3_plus shows k3 and has the gradient
-    of k2, whose expectation is the gradient of the KL itself. `clamp` bounds the shown value (0: unbounded), and k3
-    takes log r to be at most LOG_RATIO_BOUND; a token past a bound passes no gradient and `kl_bounded` counts it.
+    of k2, whose expectation is the gradient of the KL itself.
+
+    `clamp` bounds the size of the estimate (0: unbounded), and k3 takes log r to be at most LOG_RATIO_BOUND: verl's
+    form, which bounds log r at 20 and the estimate at 10. A token past a bound passes no gradient, but under k3_plus
+    that of k2, as in verl: it is finite everywhere. `kl_bounded` counts these tokens.
     """
     gap_N = logprobs_N - reference_logprobs_N
     if estimator == "k1":
@@ -88,8 +91,7 @@ def kl_estimate(estimator: Estimator, logprobs_N: Tensor, reference_logprobs_N: 
         kl_N = kl_N.clamp(-clamp, clamp)
     if estimator != "k3_plus":
         return kl_N
-    bounded_N = kl_bounded(estimator, logprobs_N, reference_logprobs_N, clamp)
-    k2_N = 0.5 * gap_N.square() * (1.0 - bounded_N)
+    k2_N = 0.5 * gap_N.square()
     return kl_N.detach() + (k2_N - k2_N.detach())
 
 
@@ -101,9 +103,20 @@ def kl_bounded(estimator: Estimator, logprobs_N: Tensor, reference_logprobs_N: T
         if estimator in ("k3", "k3_plus"):
             bounded_N = gap_N < -LOG_RATIO_BOUND
         if clamp:
-            unclamped = "k3" if estimator == "k3_plus" else estimator
-            bounded_N = bounded_N | (kl_estimate(unclamped, logprobs_N, reference_logprobs_N).abs() > clamp)
+            bounded_N = bounded_N | (kl_estimate(estimator, logprobs_N, reference_logprobs_N).abs() > clamp)
         return bounded_N.to(gap_N.dtype)
+
+
+def ratio_weighted(kl_N: Tensor, bounded_N: Tensor, log_weight_N: Tensor) -> Tensor:
+    """The KL estimate times the importance ratio, whose own gradient counts: with k3 the expectation over the old
+    policy's tokens is KL(policy || reference), and its gradient that of the KL.
+
+    DeepSeek-AI 2025, "DeepSeek-V3.2", arXiv 2512.02556, section 3.1; TRL's `use_bias_correction_kl`. The ratio is not
+    clipped, its logarithm bounded at LOG_RATIO_BOUND alone. Where a bound holds the estimate (`bounded_N`), the ratio
+    is detached: the gradient of ratio · bound would push the token further away from the reference.
+    """
+    weight_N = log_weight_N.exp()
+    return kl_N * torch.where(bounded_N > 0, weight_N.detach(), weight_N)
 
 
 def truncated_weights(trainer_logprobs_N: Tensor, engine_logprobs_N: Tensor, cap: float) -> Tensor:
@@ -111,16 +124,3 @@ def truncated_weights(trainer_logprobs_N: Tensor, engine_logprobs_N: Tensor, cap
     Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training")."""
     with torch.no_grad():
         return log_ratio(trainer_logprobs_N, engine_logprobs_N).exp().clamp(max=cap)
-
-
-def entropy_term(entropy_N: Tensor, logprobs_N: Tensor, ratio_N: Tensor) -> Tensor:
-    """The entropy per token, with a gradient.
-
-    When the forward pass gives entropies without gradient (the vocabulary's logits are never kept), the gradient is the
-    score-function one on the sampled token: grad H = -E[log p grad log p], from grad H = -E[(1 + log p) grad log p] and
-    E[grad log p] = 0; weighted by the detached ratio, since the sample came from the old policy.
-    """
-    if entropy_N.requires_grad:
-        return entropy_N
-    pull_N = -0.5 * logprobs_N.square() * ratio_N.detach()
-    return entropy_N + (pull_N - pull_N.detach())

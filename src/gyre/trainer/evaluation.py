@@ -69,6 +69,7 @@ class Evaluator:
         wanted: dict[str, Which] = {"reference_logprobs": "reference"} if "reference_logprobs" in required else {}
         updates_per_batch = len(plan.updates) * self._config.epochs_per_batch
         if needs_old_logprobs(self._objective, updates_per_batch=updates_per_batch):
+            sequences = tuple(_with_old_logprobs(sequence) for sequence in sequences)
             wanted["old_logprobs"] = "policy"
         for column, which in wanted.items():
             if any(column not in sequence.columns for sequence in sequences):
@@ -117,3 +118,10 @@ class Evaluator:
         self._meter.count(decoder.spec, chunks, scalar=True, backward=False)
         with self._tenancy.visiting("reward" if self._reward_model else "actor"):
             return scores_of(decoder, head, len(sequences), chunks, self._group, float8)
+
+
+def _with_old_logprobs(sequence: TrainSequence) -> TrainSequence:
+    """What evaluate(…, "policy") found before the step is the old policy, if the batch brings it along."""
+    if "old_logprobs" in sequence.columns or "policy_logprobs" not in sequence.columns:
+        return sequence
+    return replace(sequence, columns={**sequence.columns, "old_logprobs": sequence.columns["policy_logprobs"]})

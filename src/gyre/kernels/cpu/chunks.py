@@ -33,7 +33,7 @@ FUNCTIONS = {  # numbers first, then addresses; "f" marks a float among the numb
     "gyre_silu": ("iii", 2),
     "gyre_silu_backward": ("iii", 3),
     "gyre_logprobs": ("iii", 6),
-    "gyre_logprobs_backward": ("iii", 6),
+    "gyre_logits_gradient": ("iii", 8),
 }
 
 
@@ -160,13 +160,15 @@ class ChunkKernels:
         self._call("gyre_logprobs", *logits_NV.shape, *given, *outputs)
         return outputs[0], outputs[1], outputs[2]
 
-    def logprobs_backward(
-        self, logits_NV: Tensor, temperature_N: Tensor, targets_N: Tensor, logprobs_N: Tensor, total_N: Tensor,
-        grad_N: Tensor,
+    def logits_gradient(
+        self, logits_NV: Tensor, temperature_N: Tensor, targets_N: Tensor, total_N: Tensor, scale_N: Tensor,
+        at_target_N: Tensor, bonus_N: Tensor | None, entropy_N: Tensor | None, start: int,
     ) -> None:  # fmt: skip
-        """Overwrite logits by their gradient."""
-        rest = (temperature_N.contiguous(), targets_N.contiguous(), logprobs_N, total_N, grad_N.contiguous())
-        self._call("gyre_logprobs_backward", *logits_NV.shape, logits_NV, *rest)
+        """Overwrite logits of the whole vocabulary by their gradient, made from `kernels.logprobs.Slopes`."""
+        assert start == 0
+        rows = (targets_N, total_N, *(None if row is None else row.float() for row in (scale_N, at_target_N, bonus_N)))
+        given = (row if row is None else row.contiguous() for row in (temperature_N, *rows, entropy_N))
+        self._call("gyre_logits_gradient", *logits_NV.shape, logits_NV, *given)
 
     def attention(
         self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, offsets: Tensor, longest: int

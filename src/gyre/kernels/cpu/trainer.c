@@ -78,17 +78,23 @@ void gyre_logprobs(int64_t threads, int64_t rows, int64_t width, const real *log
         softmax_row(logits + n * width, width, 1.0f / temperature[n], target[n], total + n, logprob + n, entropy + n);
 }
 
-/* logits become their own gradient: (p of the token - 1 at the target) · -grad / temperature. */
-void gyre_logprobs_backward(int64_t threads, int64_t rows, int64_t width, real *logits, const float *temperature,
-                            const int64_t *target, const float *logprob, const float *total, const float *grad) {
+/* logits become their own gradient: -p · (scale + bonus · (log p + entropy)), and at_target at the target. Null `bonus`
+ * is zero. `total` is log Σ exp of the logits / temperature. */
+void gyre_logits_gradient(int64_t threads, int64_t rows, int64_t width, real *logits, const float *temperature,
+                          const int64_t *target, const float *total, const float *scale, const float *at_target,
+                          const float *bonus, const float *entropy) {
     EACH for (int64_t n = 0; n < rows; n++) {
-        float scale = grad[n] / temperature[n], inverse = 1.0f / temperature[n];
-        for (int64_t v = 0; v < width; v += LANES) {
-            real *at = logits + n * width + v;
-            store_real(at, exp_of(load_real(at) * inverse - total[n]) * -scale);
-        }
-        /* from the log-prob: p itself, rounded, would lose 1 - p near 1 */
-        logits[n * width + target[n]] = narrow(-scale * expm1f(logprob[n]));
+        float inverse = 1.0f / temperature[n];
+        real *row = logits + n * width;
+        if (bonus)
+            for (int64_t v = 0; v < width; v += LANES) {
+                vfloat log_p = load_real(row + v) * inverse - total[n];
+                store_real(row + v, exp_of(log_p) * -(scale[n] + bonus[n] * (log_p + entropy[n])));
+            }
+        else
+            for (int64_t v = 0; v < width; v += LANES)
+                store_real(row + v, exp_of(load_real(row + v) * inverse - total[n]) * -scale[n]);
+        row[target[n]] = narrow(at_target[n]);
     }
 }
 

@@ -37,16 +37,19 @@ def block_statistics(
 
 def logits_gradient(
     logits_NW: Tensor, temperature_N: Tensor, targets_N: Tensor, total_N: Tensor, scale_N: Tensor, at_target_N: Tensor,
-    start: int,
+    bonus_N: Tensor | None, entropy_N: Tensor | None, start: int,
 ) -> None:  # fmt: skip
-    """Overwrite logits by -scale · softmax, and by `at_target` at the target. `total_N` is log Σ exp over the whole
-    vocabulary."""
+    """Overwrite logits by their gradient, made from `kernels.logprobs.Slopes`. `total_N` and `entropy_N` are over the
+    whole vocabulary."""
     assert logits_NW.stride(1) == 1 and targets_N.dtype == torch.int64
     if len(logits_NW):
-        width = logits_NW.shape[1]
+        width, total_N = logits_NW.shape[1], total_N.contiguous()
+        with_entropy = bonus_N is not None and entropy_N is not None
+        bonus_N, entropy_N = (bonus_N.contiguous(), entropy_N.contiguous()) if with_entropy else (total_N, total_N)
         _gradient[(len(logits_NW), triton.cdiv(width, BLOCK))](
-            logits_NW, temperature_N.contiguous(), targets_N.contiguous(), total_N.contiguous(), scale_N.contiguous(),
-            at_target_N.contiguous(), logits_NW.stride(0), start, width, BLOCK=BLOCK, num_warps=8,
+            logits_NW, temperature_N.contiguous(), targets_N.contiguous(), total_N, scale_N.contiguous(),
+            at_target_N.contiguous(), bonus_N, entropy_N, logits_NW.stride(0), start, width, BLOCK=BLOCK,
+            ENTROPY=with_entropy, num_warps=8,
         )  # fmt: skip
 
 
@@ -77,14 +80,18 @@ def _statistics(
 
 @triton.jit(do_not_specialize=["start"])
 def _gradient(
-    logits_ptr, temperature_ptr, targets_ptr, total_ptr, scale_ptr, at_target_ptr, stride, start, width,
-    BLOCK: tl.constexpr,
+    logits_ptr, temperature_ptr, targets_ptr, total_ptr, scale_ptr, at_target_ptr, bonus_ptr, entropy_ptr, stride,
+    start, width, BLOCK: tl.constexpr, ENTROPY: tl.constexpr,
 ):  # fmt: skip
     row, offs = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside, at = offs < width, logits_ptr + row.to(tl.int64) * stride + offs
     temperature, total = tl.load(temperature_ptr + row), tl.load(total_ptr + row)
     scale, at_target = tl.load(scale_ptr + row), tl.load(at_target_ptr + row)
     x = tl.load(at, mask=inside, other=0.0)
-    grad = -scale * tl.exp(x.to(tl.float32) / temperature - total)
+    log_p = x.to(tl.float32) / temperature - total
+    factor = scale
+    if ENTROPY:
+        factor = scale + tl.load(bonus_ptr + row) * (log_p + tl.load(entropy_ptr + row))
+    grad = -factor * tl.exp(log_p)
     grad = tl.where(offs == tl.load(targets_ptr + row) - start, at_target, grad)
     tl.store(at, grad.to(x.dtype), mask=inside)
