@@ -51,6 +51,8 @@ MISREAD = (
     "other ids there; gyre reads them right. Leave tokenizer.path out, or take a tokenizer of this family."
 )
 
+REWARDS_LOG = "rewards.log"  # what rewards print
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
@@ -175,7 +177,7 @@ class Run:
         plan = self._plan(stage, policy, data)
         if plan.kv_pages:
             accuracy_metric(self._config)
-            try_rewards(self._config, data.sample_prompts, policy.tokenizer)
+            try_rewards(self._config, data.sample_prompts, policy.tokenizer, log=self._folder / REWARDS_LOG)
         reward = self._config.rewards.model_part()
         if reward is not None and stage.name == MAIN:
             find_reward_model(reward.path, policy)
@@ -188,7 +190,8 @@ class Run:
         if progress.stage != stage.name:
             progress = Progress(stage=stage.name)
         self._emit("stage.started", stage=stage.name, steps=stage.trainer.steps, step=progress.step)
-        built, done = Built(self._config, self._emit, self._machine.compute), False
+        log = self._folder / REWARDS_LOG
+        built, done = Built(self._config, self._emit, self._machine.compute, rewards_log=log), False
         try:
             placed = await self._placement.begin(stage, plan, version=version, found=found)
             parts = built.parts(placed, policy.tokenizer, data, self._observers())
