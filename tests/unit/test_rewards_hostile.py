@@ -96,7 +96,7 @@ class Case:
     def __init__(self, *, workers: int = 1, limit_s: float = 1.0, mark: str = "", log: Path | None = None, **settings):
         part = {"kind": "function", "path": "my_hostile:hostile", "limit_s": limit_s, "options": {"mark": mark}}
         config = RewardsConfig.model_validate({"parts": [part], "workers": workers, **settings})
-        self.events, self.errors = Events(), []
+        self.events, self.errors, self.reasons = Events(), [], []
         self.scorer = RuleScorer(config, emit=self.events.emit, clock=time.monotonic, log=log)
 
     async def __aenter__(self) -> Case:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from gyre import __version__
-from gyre.core.errors import GyreError, SnapshotError
+from gyre.core.errors import GyreError, RewardError, SnapshotError
 from gyre.loop.ports import Observers
 from gyre.loop.resume import Progress, from_snapshot
 from gyre.observe.events import EventLog, next_attempt, read_events
@@ -89,6 +89,10 @@ class Run:
     async def go(self) -> dict[str, Any]:
         try:
             return await self._go()
+        except RewardError:
+            if self._config.observe.report:
+                write_report(self._folder)  # it shows what failed and how often
+            raise
         finally:
             await self._placement.close()
 
