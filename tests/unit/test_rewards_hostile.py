@@ -57,7 +57,7 @@ def hostile(task, completion, *, mark=""):
     if "close" in completion:
         os.closerange(3, 1000)
     if "leak" in completion:
-        held.append(bytearray(200 << 20))
+        held.append(bytearray(100 << 20))
     if "print" in completion:
         print("begin of what it says")
         while True:
@@ -93,7 +93,7 @@ def module(tmp_path_factory: pytest.TempPathFactory):
 class Case:
     """A scorer with one function part, in a loop whose unhandled errors are kept."""
 
-    def __init__(self, *, workers: int = 1, limit_s: float = 1.0, mark: str = "", log: Path | None = None, **settings):
+    def __init__(self, *, workers: int = 1, limit_s: float = 30.0, mark: str = "", log: Path | None = None, **settings):
         part = {"kind": "function", "path": "my_hostile:hostile", "limit_s": limit_s, "options": {"mark": mark}}
         config = RewardsConfig.model_validate({"parts": [part], "workers": workers, **settings})
         self.events, self.errors, self.reasons = Events(), [], []
@@ -156,7 +156,7 @@ async def ended(mark: str, *, within_s: float = 20.0) -> bool:
 @pytest.mark.parametrize("way", ["forge", "huge", "garbage", "flood", "close"])
 def test_what_is_written_to_the_channel_is_blamed_on_its_writer(way: str) -> None:
     async def go() -> None:
-        async with Case(limit_s=5.0) as case:
+        async with Case() as case:
             assert await case.outcomes("a", way, "b", "c", "d") == ["ok", "error", "ok", "ok", "ok"]
             assert ("channel" in case.reasons[1]) == (way != "close"), case.reasons[1]
             assert case.events.kinds().count("reward.worker_replaced") == 1
@@ -191,7 +191,7 @@ def test_a_worker_whose_rewards_leak_is_replaced_before_its_limit() -> None:
         async with Case(worker_memory_mib=1024) as case:
             assert await case.outcomes(*["leak"] * 9, "a") == ["ok"] * 10
             reasons = [fields["reason"] for kind, fields in case.events if kind == "reward.worker_replaced"]
-            assert 2 <= len(reasons) <= 5 and all("MiB more than at its start" in reason for reason in reasons)
+            assert 1 <= len(reasons) <= 5 and all("MiB more than at its start" in reason for reason in reasons)
 
     asyncio.run(go())
 
@@ -202,7 +202,7 @@ def test_what_rewards_print_goes_to_a_log_of_bounded_size(
     log = tmp_path / "rewards.log"
 
     async def go() -> None:
-        async with Case(log=log, limit_s=0.7) as case:
+        async with Case(log=log, limit_s=2.0) as case:
             assert await case.outcomes("say a", "print", "say b") == ["ok", "timeout", "ok"]
             assert case.events.kinds().count("reward.output_dropped") == 1
 
@@ -226,7 +226,7 @@ def test_a_worker_killed_from_outside_costs_no_check(mark: str, tmp_path: Path) 
     place = tmp_path / mark
 
     async def go() -> None:
-        async with Case(limit_s=60.0, mark=str(place)) as case:
+        async with Case(mark=str(place)) as case:
             scored = asyncio.create_task(case.outcomes("a", "once", "b"))
             while not (place.exists() and place.read_text()):
                 await asyncio.sleep(0.01)
@@ -241,7 +241,7 @@ def test_a_worker_killed_from_outside_costs_no_check(mark: str, tmp_path: Path) 
 @pytest.mark.parametrize("end", ["worker", "nursery", "guard", "closed"])
 def test_a_daemon_ends_with_its_worker(end: str, mark: str) -> None:
     async def go() -> None:
-        async with Case(mark=mark) as case:
+        async with Case(mark=mark, limit_s=3.0) as case:
             assert await case.outcomes("daemon") == ["ok"]
             assert await appeared(mark)
             nursery = case.guard.children()[0]

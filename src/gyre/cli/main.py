@@ -126,7 +126,9 @@ def score(
     set_: Overrides = None,
     json: AsJson = False,
 ) -> None:
-    """Run a config's rewards on given completions: value, time and reason of each part."""
+    """Run a config's rewards on given completions.
+
+    Prints value, time and reason of each part. No model is loaded."""
     from gyre.cli.score import run_score
 
     answer(lambda: run_score(target, completions, set_ or [], quiet=json), as_json=json)
