@@ -57,7 +57,7 @@ def hostile(task, completion, *, mark=""):
     if "close" in completion:
         os.closerange(3, 1000)
     if "leak" in completion:
-        held.append(bytearray(100 << 20))
+        held.append(bytearray(40 << 20))
     if "print" in completion:
         print("begin of what it says")
         while True:
@@ -188,7 +188,7 @@ def test_a_worker_in_which_processes_pile_up_is_replaced() -> None:
 
 def test_a_worker_whose_rewards_leak_is_replaced_before_its_limit() -> None:
     async def go() -> None:
-        async with Case(worker_memory_mib=1024) as case:
+        async with Case(worker_memory_mib=512) as case:
             assert await case.outcomes(*["leak"] * 9, "a") == ["ok"] * 10
             reasons = [fields["reason"] for kind, fields in case.events if kind == "reward.worker_replaced"]
             assert 1 <= len(reasons) <= 5 and all("MiB more than at its start" in reason for reason in reasons)
