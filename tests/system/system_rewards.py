@@ -56,3 +56,13 @@ def varied_once_back(task, completion, *, events):
 def digit_share(task, completion):
     """What a random model does a little and can learn to do always: write digits."""
     return sum(char.isdigit() for char in completion) / max(1, len(completion))
+
+
+def breaks_later(task, completion, *, flag, way):
+    """Fine until the file FLAG exists; from then on it breaks for every completion."""
+    print("this reward prints", completion[:1])
+    if not Path(flag).exists():
+        return varied(task, completion)
+    if way == "raises":
+        raise RuntimeError(f"no service for {len(completion)} characters")  # the line that a person wants to see
+    return {"nan": float("nan"), "none": None, "text": "1.0"}[way]

@@ -4,12 +4,14 @@ A reward that breaks later costs labelled scores and nothing else."""
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import system_rewards
 from system_models import gsm8k_rows, save_checkpoint, save_rows
 from system_runs import Answer, Command, events_of, gyre, read_story, write_config
 
@@ -209,6 +211,7 @@ def test_bad_reward_function_is_refused_before_the_cold_start(tmp_path: Path) ->
 def test_reward_that_starts_failing_costs_labelled_scores(tmp_path: Path) -> None:
     flag = tmp_path / "flag"
     sets = {**with_reward("fails_later", options={"flag": str(flag)}), "cold_start": None, "eval.num_problems": 0}
+    sets["rewards.max_failed_share"] = 1.0
     command = Command("train", write_config(tmp_path, {**sets, "trainer.steps": 6}), "--plain", folder=tmp_path)
     run = tmp_path / "runs" / "tiny"
     wait_for(run, b'"weights.published"', command)
@@ -222,5 +225,39 @@ def test_reward_that_starts_failing_costs_labelled_scores(tmp_path: Path) -> Non
     assert {"ok", "error", "invalid", "timeout"} <= outcomes
     for sample in story.samples:
         for part in sample["parts"]:
-            assert part["outcome"] == "ok" or (part["value"] == 0.0 and part["reason"])
+            assert part["outcome"] == "ok" or (part["value"] <= 0.0 and part["reason"])
     assert {row["what"].split()[-1] for row in events_of(run, "warn.reward_failed")} >= {"error", "invalid", "timeout"}
+
+
+@pytest.mark.parametrize(
+    ("way", "words"),
+    [
+        ("raises", ("system_rewards:breaks_later raised RuntimeError at", "no service for")),
+        ("nan", ("system_rewards:breaks_later returned nan",)),
+        ("none", ("system_rewards:breaks_later returned NoneType, not a number",)),
+    ],
+)
+def test_reward_that_breaks_stops_the_run_and_says_where(tmp_path: Path, way: str, words: tuple[str, ...]) -> None:
+    flag = tmp_path / "flag"
+    sets = {**with_reward("breaks_later", options={"flag": str(flag), "way": way}), "cold_start": None}
+    sets |= {"eval.num_problems": 0, "trainer.steps": 500, "observe.report": True}
+    command = Command("train", write_config(tmp_path, sets), "--plain", "--json", folder=tmp_path)
+    run = tmp_path / "runs" / "tiny"
+    wait_for(run, b'"step.done"', command)
+    flag.touch()
+    answer = command.wait()
+    assert answer.code == 1 and not answer.left_behind
+    error = answer.json["error"]
+    assert error["kind"] == "reward" and "16 of 16 completions" in error["message"], error
+    place = re.search(r"system_rewards\.py:(\d+)", error["message"])
+    assert place is not None
+    line = Path(system_rewards.__file__).read_text().splitlines()[int(place[1]) - 1]
+    assert ("the line that a person wants to see" if way == "raises" else "def breaks_later") in line
+    for said in (error["message"], answer.err, (run / "report.html").read_text(encoding="utf-8")):
+        assert all(word in said for word in words), said[-3000:]
+    told = [line for line in answer.err.splitlines() if line.startswith("reward failed: function")]
+    assert len(told) == 1 and "16 of 16 completions at step" in told[0]
+    (event,) = events_of(run, "warn.reward_failed")
+    assert event["count"] == event["checks"] == 16
+    assert "this reward prints" in (run / "rewards.log").read_text(encoding="utf-8")
+    assert "this reward prints" not in answer.err + answer.out

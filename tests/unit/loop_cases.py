@@ -169,6 +169,7 @@ class Bench:
         engine: FakeEngineConfig = ENGINE,
         trainer: FakeTrainerConfig | None = None,
         restart_engine: bool = False,
+        max_failed_share: float = 1.0,
         reward_model: tuple[str, float] | None = None,
     ) -> None:
         self.log = folder / "events.jsonl"
@@ -221,6 +222,7 @@ class Bench:
                 evaluation=evaluation or EvalConfig(),
                 snapshot_every_steps=snapshot_every,
                 accuracy=AccuracyMetric(part="table", threshold=1.0),
+                max_failed_share=max_failed_share,
                 reward_model=reward_model,
                 restart_engine=restart_engine,
             ),

@@ -17,7 +17,7 @@ from gyre.cli.answer import answer
 from gyre.cli.main import app
 from gyre.core.errors import DeadlineError, GyreError
 
-COMMANDS = ("train", "plan", "eval", "chat", "report", "doctor")
+COMMANDS = ("train", "plan", "eval", "chat", "score", "report", "doctor")
 SUM = '[model.shape]\nfamily = "qwen3"\n'
 
 

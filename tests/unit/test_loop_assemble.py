@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gyre.core.records import Evaluation, Group, Prompt, Rollout, Sampling, Score, ScorePart
 from gyre.loop.accuracy import AccuracyMetric
-from gyre.loop.assemble import Passes, add_part, assemble, bare_batch, failed_parts, reward_metrics
+from gyre.loop.assemble import Passes, add_part, assemble, bare_batch, reward_metrics
 from gyre.objectives.config import DpoConfig, GrpoConfig, PpoConfig
 
 PROMPT = Prompt(prompt_id="p", tokens=np.array([7, 8], dtype=np.int32), text="7+8=", task={}, source="test")
@@ -115,7 +115,6 @@ def test_a_reward_model_s_nan_is_a_labelled_zero():
     made = add_part(groups, "learnt", 2.0, np.array([0.5, np.nan, -1.0]))
     assert [s.value for g in made for s in g.scores] == [2.0, 0.0, -2.0]
     assert [s.parts[-1].outcome for g in made for s in g.scores] == ["ok", "invalid", "ok"]
-    assert failed_parts(made) == {"learnt invalid": 1}
     assert [len(s.parts) for g in groups for s in g.scores] == [1, 1, 1], "the groups given were changed"
 
 
@@ -126,7 +125,6 @@ def test_reward_metrics_are_means_over_rollouts():
         {"reward/answer": 0.5, "reward": 0.5, "train_accuracy": 1 / 3, "length": 4.0, "cut_off_share": 0.0}
     )
     assert "train_accuracy" not in reward_metrics(groups, None)
-    assert failed_parts([group("a", [0.0, 0.0], outcome="timeout")]) == {"answer timeout": 2}
 
 
 def test_pairs_keep_the_reference_of_their_own_rollouts():

@@ -33,6 +33,8 @@ COUNTED = [
     "reward.worker_replaced",
     "reward.nursery_replaced",
     "reward.nursery_killed",
+    "reward.retried",
+    "reward.output_dropped",
     "rewards.failed",
     "snapshot.skipped",
     "snapshot.replaced",

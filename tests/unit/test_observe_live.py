@@ -52,6 +52,31 @@ def test_lines_tell_stage_step_metrics_time_left_and_evaluations(tmp_path: Path)
     ]
 
 
+def failure(log: EventLog, step: int, count: int, message: str, line: int = 7) -> None:
+    kind = f"m:f raised KeyError at r.py:{line}"
+    reason = f"{kind}: {message}"
+    log.emit("warn.reward_failed", step=step, what="f error", failure=kind, reason=reason, count=count, checks=16)
+
+
+def test_a_failure_of_a_reward_is_told_once_and_counted_at_the_end(tmp_path: Path) -> None:
+    for progress_kind in (LineProgress, PanelProgress):
+        log, stream = EventLog(tmp_path / progress_kind.__name__, attempt=1, clock=Clock()), io.StringIO()
+        progress = progress_kind(Console(file=stream, width=200))
+        log.subscribe(progress)
+        log.emit("stage.started", stage="main", steps=3)
+        for step in (1, 2, 3):
+            failure(log, step, step, f"'colour {step}'")
+        failure(log, 3, 1, "'size'", line=9)
+        log.emit("run.done")
+        told = [line.strip() for line in stream.getvalue().splitlines() if "reward" in line]
+        assert told == [
+            "reward failed: f error, 1 of 16 completions at step 1: m:f raised KeyError at r.py:7: 'colour 1'",
+            "reward failed: f error, 1 of 16 completions at step 3: m:f raised KeyError at r.py:9: 'size'",
+        ]
+        progress.summary(tmp_path)
+        assert "reward failed 6 times: f error: m:f raised KeyError at r.py:7" in stream.getvalue()
+
+
 def test_fast_steps_do_not_flood_but_the_last_is_shown(tmp_path: Path) -> None:
     log, stream = EventLog(tmp_path / "events.jsonl", attempt=1, clock=Clock()), io.StringIO()
     progress = LineProgress(Console(file=stream, width=200))

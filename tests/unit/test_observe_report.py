@@ -134,6 +134,21 @@ def test_counted_events_and_fences_are_told(page: Page) -> None:
     assert run["deadRows"] > 0
 
 
+def test_failures_of_rewards_that_are_alike_are_one_line_with_their_count(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl", attempt=1, clock=Clock())
+    for step in range(1, 9):
+        for line in (7, 9):
+            kind = f"m:f raised KeyError at r.py:{line}"
+            fields = {"what": "f error", "failure": kind, "reason": f"{kind}: '{step}'"}
+            log.emit("warn.reward_failed", step=step, count=3, checks=16, **fields)
+    (entry,) = gather(tmp_path)["counted"]
+    assert entry["count"] == 48
+    assert [example["detail"] for example in entry["examples"]] == [
+        "24 ×  f error: m:f raised KeyError at r.py:7: '1'",
+        "24 ×  f error: m:f raised KeyError at r.py:9: '1'",
+    ]
+
+
 def test_rollouts_keep_tokens_rewards_and_reasons(page: Page) -> None:
     samples = page.data["samples"]
     last = samples["steps"][-1]

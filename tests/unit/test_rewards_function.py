@@ -74,10 +74,10 @@ def test_accepts_what_keeps_the_contract(name):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("raises", ["it raised KeyError: 'colour' at my_rewards.py:", "'a bad one'", "'level': 3"]),
+        ("raises", ["raised KeyError at ", "my_rewards.py:16: 'colour'", "'a bad one'", "'level': 3"]),
         ("raises_on_empty", ["IndexError", "on the completion ''"]),
-        ("nan", ["returned nan", "'a bad one'"]),
-        ("text", ["returned str '1.0', not a number", "'a good one: 5'"]),
+        ("nan", ["returned nan (", "my_rewards.py:22)", "'a bad one'"]),
+        ("text", ["returned str, not a number (", "my_rewards.py:25): '1.0'", "'a good one: 5'"]),
         ("nothing", ["NoneType"]),
         ("slow", ["took longer than 0.5 s", "'a bad one'"]),
         ("leaves", ["exit code 3", "'a good one: 5'"]),

@@ -114,7 +114,7 @@ def test_a_tower_of_exponents_is_killed_and_costs_one_part():
         ("spin", "timeout", "limit of 0.5 s"),
         ("leave", "error", "exit code 3"),
         ("kill", "error", "signal 9"),
-        ("raise", "error", "ValueError: no"),
+        ("raise", "error", "my_scores:misbehave raised ValueError at "),
         ("nan", "invalid", "nan"),
         ("memory", "error", "MemoryError"),
         ("spawn", "ok", "0.5"),

@@ -1,5 +1,6 @@
 """Answer: runs a command's body and turns what happens into an exit code. In: a function that returns a JSON-able
-mapping. Out: its JSON on stdout when asked for; a GyreError as one sentence and a hint, exit 2; Ctrl-C, exit 130.
+mapping. Out: its JSON on stdout when asked for; a GyreError as one sentence and a hint, exit 2 (1 for a
+reward that broke during a run); Ctrl-C, exit 130.
 Caller: cli.main."""
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ def answer(body: Callable[[], Mapping[str, Any]], *, as_json: bool) -> None:
         print(f"error: {error.message}" + (f"\n hint: {error.hint}" if error.hint else ""), file=sys.stderr)
         if as_json:
             print(json.dumps({"error": error.as_dict()}))
-        raise SystemExit(2) from error
+        raise SystemExit(error.exit_code) from error
     except KeyboardInterrupt as stop:
         hint = str(stop)  # a command that can go on says how
         print("stopped by Ctrl-C" + (f"\n hint: {hint}" if hint else ""), file=sys.stderr)

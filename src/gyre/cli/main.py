@@ -118,6 +118,23 @@ def report(
 
 
 @app.command()
+def score(
+    target: Annotated[Path, typer.Argument(metavar="RUN.toml|RUN", help="A config, or a run folder.")],
+    completions: Annotated[
+        Path, typer.Argument(metavar="COMPLETIONS.jsonl", help='Rows of {"completion": …, "answer": …, …}.')
+    ],
+    set_: Overrides = None,
+    json: AsJson = False,
+) -> None:
+    """Run a config's rewards on given completions.
+
+    Prints value, time and reason of each part. No model is loaded."""
+    from gyre.cli.score import run_score
+
+    answer(lambda: run_score(target, completions, set_ or [], quiet=json), as_json=json)
+
+
+@app.command()
 def doctor(json: AsJson = False) -> None:
     """Say what this machine can run, and why not."""
     from gyre.cli.doctor import run_doctor

@@ -3,6 +3,7 @@
     GyreError
     ├── ConfigError       a key, type or value in the TOML or on the command line
     ├── InputError        a model folder, data file, row, prompt or reward function of the user's
+    ├── RewardError       a reward that broke during a run; a command ends with exit code 1
     ├── MemoryBudgetError a component or a move does not fit, or memory did not come back
     ├── SnapshotError     a snapshot, export or run folder that cannot be used
     ├── DeadlineError     a wait ended without what it waited for; names the owner
@@ -25,6 +26,7 @@ class GyreError(Exception):
     """Base of every fault that a user can act on."""
 
     kind = "error"
+    exit_code = 2
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)
@@ -41,6 +43,11 @@ class ConfigError(GyreError):
 
 class InputError(GyreError):
     kind = "input"
+
+
+class RewardError(GyreError):
+    kind = "reward"
+    exit_code = 1
 
 
 class MemoryBudgetError(GyreError):

@@ -188,8 +188,9 @@ class ScorePart:
     name: str
     value: float
     weight: float
-    reason: str  # why this value, in words a person can check
+    reason: str  # why this value, in words a person can check; of a failure, what is before ": " names its kind
     outcome: Literal["ok", "timeout", "error", "invalid"] = "ok"
+    seconds: float = field(default=0.0, compare=False)  # of wall time, as far as known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

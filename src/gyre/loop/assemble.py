@@ -105,17 +105,6 @@ def reward_metrics(groups: Sequence[Group], accuracy: AccuracyMetric | None) -> 
     return metrics
 
 
-def failed_parts(groups: Sequence[Group]) -> Mapping[str, int]:
-    """Labelled failures of rewards: "name outcome" -> how many."""
-    counts: dict[str, int] = {}
-    for group in groups:
-        for score in group.scores:
-            for part in score.parts:
-                if part.outcome != "ok":
-                    counts[f"{part.name} {part.outcome}"] = counts.get(f"{part.name} {part.outcome}", 0) + 1
-    return counts
-
-
 def _pairs(objective: DpoConfig, groups: Sequence[Group], passes: Passes, step: int) -> Assembled:
     rewards = [np.array([score.value for score in group.scores]) for group in groups]
     sequences: list[TrainSequence] = []

@@ -35,12 +35,12 @@ from gyre.loop.assemble import (
     add_part,
     assemble,
     bare_batch,
-    failed_parts,
     reward_metrics,
 )
 from gyre.loop.collect import Collector, InFlight, as_group, keep_scores, open_groups, split_whole
 from gyre.loop.config import EvalConfig, RolloutConfig
 from gyre.loop.evaluate import Rollouts
+from gyre.loop.failures import find_failures, lower_failed, refuse_failures
 from gyre.loop.handover import Handover
 from gyre.loop.ports import Parts, StageSpec
 from gyre.loop.resume import Progress, is_due, note_outcome, to_snapshot
@@ -57,6 +57,7 @@ class RingConfig:
     evaluation: EvalConfig
     snapshot_every_steps: int
     accuracy: AccuracyMetric | None  # what counts as right; None where no part compares with a right answer
+    max_failed_share: float  # of a reward part's checks in a step; past it the run stops
     reward_model: tuple[str, float] | None = None  # (part name, weight) of a learnt reward
     restart_engine: bool = False
 
@@ -113,6 +114,7 @@ class Ring:
     async def _step(self, progress: Progress) -> Progress:
         step, started_s = progress.step + 1, time.monotonic()
         collected = await self._collect(progress, step)
+        self._look_at_failures(collected.groups, step)
         assembled = assemble(self._stage.objective, collected.groups, collected.passes, step=step)
         self._count(assembled, collected, step)
         await self._enter("train", step)
@@ -143,7 +145,7 @@ class Ring:
         done = [as_group(group) for group in whole]
         if learnt is not None and self._config.reward_model is not None:
             done = add_part(done, *self._config.reward_model, learnt)
-        return Collected(groups=done, in_flight=in_flight, passes=passes, windows=windows)
+        return Collected(groups=lower_failed(done), in_flight=in_flight, passes=passes, windows=windows)
 
     def _begin(self, progress: Progress, step: int) -> list[InFlight]:
         """What was in flight goes on first; new prompts fill up the rest."""
@@ -207,14 +209,19 @@ class Ring:
     async def _enter(self, phase: Phase, step: int) -> None:
         await self._parts.gate.enter(phase, step=step)
 
+    def _look_at_failures(self, groups: Sequence[Group], step: int) -> None:
+        """Say which rewards failed and why. RewardError past the share that may fail, before anything is trained on."""
+        failures = find_failures(groups)
+        for failure in failures:
+            self._emit("warn.reward_failed", step=step, **failure.fields())
+        refuse_failures(failures, most_share=self._config.max_failed_share, step=step)
+
     def _count(self, assembled: Assembled, collected: Collected, step: int) -> None:
-        """Nothing silent: what was left out of training, and which rewards failed."""
+        """Nothing silent: what was left out of training."""
         if assembled.num_dropped_groups:
             self._emit("drop.equal_groups", step=step, count=assembled.num_dropped_groups)
         if assembled.num_groups_without_pair:
             self._emit("drop.groups_without_pair", step=step, count=assembled.num_groups_without_pair)
-        for what, count in failed_parts(collected.groups).items():
-            self._emit("warn.reward_failed", step=step, what=what, count=count)
         if collected.in_flight:
             self._emit("rollouts.carried", step=step, groups=len(collected.in_flight))
         self._emit("reward.window", step=step, **collected.windows)

@@ -12,9 +12,9 @@ import numpy as np
 from gyre.core.contracts import PolicyTrainer, RolloutEngine, Scorer
 from gyre.core.records import Prompt, Sampling, TrainBatch
 from gyre.loop.accuracy import AccuracyMetric, is_right
-from gyre.loop.assemble import failed_parts
 from gyre.loop.collect import Collector, as_group, keep_scores, open_groups
 from gyre.loop.config import EvalConfig, RolloutConfig
+from gyre.loop.failures import find_failures, lower_failed
 from gyre.loop.ports import Emit, TextPort
 from gyre.loop.scoring import Scoring
 
@@ -74,9 +74,9 @@ class Rollouts:
             )
             await collector.run(groups)
             keep_scores(groups, await scoring.finish())
-        done = [as_group(group) for group in groups]
-        for what, count in failed_parts(done).items():
-            self._emit("warn.reward_failed", where="evaluation", what=what, count=count)
+        done = lower_failed([as_group(group) for group in groups])
+        for failure in find_failures(done):
+            self._emit("warn.reward_failed", where="evaluation", **failure.fields())
         rewards = [group.scores[0].value for group in done]
         right = rewards if self._accuracy is None else [is_right(group.scores[0], self._accuracy) for group in done]
         rollouts = [rollout for group in done for rollout in group.rollouts]

@@ -23,8 +23,9 @@ Listener = Callable[[Row], None]
 RESERVED = frozenset({"seq", "t", "attempt", "kind"})
 COUNTED_PREFIXES = ("fallback.", "drop.", "retry.", "warn.")
 COUNTED_ENDINGS = ("skipped", "failed", "dropped", "refused", "removed", "exhausted", "replaced", "killed", "preempted",
-                   "voided", "recaptured", "recomputed", ".weak", ".nonfinite", ".deadline", ".torch_kernels",
-                   ".nothing_to_train", ".oversized_chunks", ".idle_ranks", ".lost", ".hung")  # fmt: skip
+                   "voided", "retried", "recaptured", "recomputed", ".weak", ".nonfinite", ".deadline",
+                   ".torch_kernels", ".nothing_to_train", ".oversized_chunks", ".idle_ranks", ".lost",
+                   ".hung")  # fmt: skip
 
 
 class EventLog:

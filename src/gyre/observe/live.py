@@ -20,7 +20,7 @@ from rich.text import Text
 
 from gyre.observe.catalog import eval_measure, eval_title, pick
 from gyre.observe.events import RESERVED
-from gyre.observe.live_state import LiveState, advance
+from gyre.observe.live_state import LiveState, advance, failure_of
 
 LINE_INTERVAL_S = 1.0  # plain lines of fast steps come no more often than this
 MOST_KINDS = 3  # of counted events that the end of a run names
@@ -66,7 +66,7 @@ class LineProgress:
         self._last_line_t = -math.inf
 
     def __call__(self, row: Mapping[str, Any]) -> None:
-        counted = self._state.num_counted
+        counted, failure = self._state.num_counted, new_failure(self._state, row)
         self._state = state = advance(self._state, row)
         kind = row["kind"]
         if kind == "stage.started":
@@ -82,7 +82,9 @@ class LineProgress:
             self._print("\n".join(trace_lines(row)))
         elif kind == "attempt.started" and row.get("resumed_from"):
             self._print(f"resumed as attempt {row['attempt']}")
-        if state.num_counted > counted:
+        if failure:
+            self._print(failure)
+        elif state.num_counted > counted and failure_of(row) is None:
             self._print(f"{kind}: {event_detail(row)}")
 
     def close(self) -> None:
@@ -106,7 +108,10 @@ class PanelProgress:
         self._live: Live | None = None
 
     def __call__(self, row: Mapping[str, Any]) -> None:
+        failure = new_failure(self._state, row)
         self._state = advance(self._state, row)
+        if failure:
+            self._console.print(failure, markup=False, highlight=False, soft_wrap=True, style="red")
         if self._live is None and self._state.done is None:
             self._live = Live(get_renderable=self.render, console=self._console, refresh_per_second=4, transient=True)
             self._live.start()
@@ -145,6 +150,17 @@ def eval_line(row: Mapping[str, Any]) -> str:
     if judged is None:
         return f"eval {name}: no measure recorded at step {row.get('step', 0)}"
     return f"eval: {eval_title(name, judged[0])} {show_measure(*judged)}{over(row)} at step {row.get('step', 0)}"
+
+
+def new_failure(state: LiveState, row: Mapping[str, Any]) -> str:
+    """Return what a reward met for the first time, as a line of plain text; "" for anything else."""
+    failure = failure_of(row)
+    if failure is None or failure in state.failures:
+        return ""
+    where = f"at step {row['step']}" if "step" in row else f"in {row.get('where')}"
+    checks = f" of {row['checks']}" if "checks" in row else ""
+    reason = row.get("reason") or "no reason recorded"
+    return f"reward failed: {row.get('what')}, {row.get('count', 1)}{checks} completions {where}: {reason}"
 
 
 def trace_lines(row: Mapping[str, Any]) -> list[str]:
@@ -250,6 +266,8 @@ def summary_lines(state: LiveState, run_folder: Path, report: Path | None) -> li
         most = ", ".join(f"{kind} {state.counted[kind]}" for kind in kinds[:MOST_KINDS])
         more = f" and {len(kinds) - MOST_KINDS} more kinds" if len(kinds) > MOST_KINDS else ""
         lines.append(f"counted events: {most}{more}, listed in the report")
+    worst = sorted(state.failures, key=lambda failure: -state.failures[failure])[:MOST_KINDS]
+    lines += [f"reward failed {state.failures[failure]} times: {failure}" for failure in worst]
     lines += ["", f"report   {report}"] if report is not None else [""]
     lines.append(f"run      {run_folder}")
     if state.done is None:

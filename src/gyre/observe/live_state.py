@@ -34,6 +34,7 @@ class LiveState:
     evals: Mapping[str, tuple[dict[str, Any], ...]] = field(default_factory=dict)  # by name, in order
     counted: Mapping[str, int] = field(default_factory=dict)  # fallbacks, drops, retries and warnings by kind
     last_counted: str = ""
+    failures: Mapping[str, int] = field(default_factory=dict)  # of rewards: how often each kind was met, by what it is
     done: Mapping[str, Any] | None = None  # the run.done row
 
     @property
@@ -73,6 +74,9 @@ def advance(state: LiveState, row: Mapping[str, Any]) -> LiveState:
     if is_counted(row):
         counted = {**state.counted, kind: state.counted.get(kind, 0) + weight_of(row)}
         state = replace(state, counted=counted, last_counted=kind)
+    if (failure := failure_of(row)) is not None:
+        times = state.failures.get(failure, 0) + weight_of(row)
+        state = replace(state, failures={**state.failures, failure: times})
     if kind == "run.started":
         return replace(state, name=str(row.get("name", "")), stages=read_stages(row.get("stages")))
     if kind == "stage.started":
@@ -89,6 +93,13 @@ def advance(state: LiveState, row: Mapping[str, Any]) -> LiveState:
     if kind == "run.done":
         return replace(state, done=dict(row), phase="")
     return state
+
+
+def failure_of(row: Mapping[str, Any]) -> str | None:
+    """Return the kind of failure that a row of a reward tells, the same for all of its kind; None for other rows."""
+    if row["kind"] != "warn.reward_failed":
+        return None
+    return f"{row.get('what')}: {row['failure']}" if row.get("failure") else str(row.get("what"))
 
 
 def read_stages(value: Any) -> tuple[tuple[str, int], ...]:

@@ -23,6 +23,7 @@ from typing import Any
 from gyre.core.errors import InputError
 from gyre.observe.events import LiveRows, count_events, is_counted, read_events, weight_of
 from gyre.observe.live import event_detail, over, show_measure, show_seconds, trace_lines
+from gyre.observe.live_state import failure_of
 from gyre.observe.report_curves import curve_panels, outcomes
 from gyre.observe.report_samples import samples
 from gyre.observe.report_story import Story, tell
@@ -33,6 +34,7 @@ SCRIPTS = ("base.js", "charts.js", "overview.js", "curves.js", "stacks.js", "tim
            "main.js")  # fmt: skip
 MAX_FILE_CHARS = 300_000
 MAX_EXAMPLES = 5  # rows shown per kind of counted event
+MAX_FAILURES = 20  # kinds of failure of rewards
 
 
 def write_report(run_folder: Path | str) -> Path:
@@ -143,7 +145,8 @@ def gyre_version() -> str:
 
 
 def counted_events(story: Story) -> list[dict[str, Any]]:
-    """Return each kind of fallback, drop, retry and warning with its count and a few of its rows."""
+    """Return each kind of fallback, drop, retry and warning with its count and a few of its rows; failures of rewards
+    that are alike as one, with their count."""
     by_kind: dict[str, dict[str, Any]] = {}
     for told in story.told:
         if not is_counted(told.row):
@@ -155,9 +158,26 @@ def counted_events(story: Story) -> list[dict[str, Any]]:
         entry["count"] += weight_of(told.row)
         entry["rows"] += 1
         entry["last"] = told.time_s
-        if len(entry["examples"]) < MAX_EXAMPLES:
-            entry["examples"].append({"t": told.time_s, "stage": told.stage, "detail": event_detail(told.row)[:1000]})
+        failure = failure_of(told.row)
+        alike = next((e for e in entry["examples"] if failure is not None and e["failure"] == failure), None)
+        if alike is not None:
+            alike["count"] += weight_of(told.row)
+        elif len(entry["examples"]) < (MAX_EXAMPLES if failure is None else MAX_FAILURES):
+            detail, times = _detail(told.row), weight_of(told.row)
+            example = {"t": told.time_s, "stage": told.stage, "detail": detail, "count": times, "failure": failure}
+            entry["examples"].append(example)
+    for entry in by_kind.values():
+        for example in entry["examples"]:
+            if example.pop("failure") is not None:
+                example["detail"] = f"{example['count']} ×  {example['detail']}"
+            del example["count"]
     return sorted(by_kind.values(), key=lambda entry: -entry["count"])
+
+
+def _detail(row: Mapping[str, Any]) -> str:
+    if failure_of(row) is None or not row.get("reason"):
+        return event_detail(row)[:1000]
+    return f"{row.get('what')}: {row['reason']}"[:1000]
 
 
 def run_files(folder: Path, story: Story) -> list[dict[str, Any]]:

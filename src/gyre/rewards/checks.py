@@ -41,7 +41,7 @@ def _build_answer(options: Mapping[str, Any], tools: Tools) -> Check:
             tolerance=options["tolerance"], tail_chars=options["tail_chars"], before_latex=tools.before_slow,
         )  # fmt: skip
         if found.outcome == "unreadable label":
-            return 0.0, found.reason, "invalid"
+            return 0.0, f"unreadable label: {found.reason}", "invalid"
         return values[found.outcome], f"{found.outcome}: {found.reason}", "ok"
 
     return check
@@ -70,7 +70,7 @@ def _build_code(options: Mapping[str, Any], tools: Tools) -> Check:
         try:
             cases = code.read_tests(_field(item.task, options["tests_field"]), function_name)
         except code.UnreadableTests as error:
-            return 0.0, str(error), "invalid"
+            return 0.0, f"unreadable tests: {error}", "invalid"
         setup = _field(item.task, options["setup_field"])
         source = f"{setup}\n{source}" if setup else source
         verdict = code.run_tests(
@@ -96,7 +96,7 @@ def _build_function(options: Mapping[str, Any], tools: Tools) -> Check:
 
     def check(item: Item) -> Verdict:
         given = {name: getattr(item, name) for name in extras}
-        return function.call_function(target, item.task, item.text, given, options["options"])
+        return function.call_function(target, item.task, item.text, given, options["options"], name=options["path"])
 
     return check
 

@@ -27,7 +27,8 @@ class _Part(Section):
     """Name in scores, curves and events; empty: the kind."""
 
     limit_s: float = Field(default=5.0, gt=0.0)
-    """Longest time in seconds for one completion; past it the part is 0 with outcome "timeout"."""
+    """Longest time in seconds for one completion; past it the part fails with outcome "timeout". A part that failed
+    counts as the least that it can give."""
 
     @model_validator(mode="before")
     @classmethod
@@ -41,6 +42,17 @@ class _Part(Section):
     def total_limit_s(self) -> float:
         """Seconds until the worker of a check is killed."""
         return self.limit_s
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """What the part can give, or the bounds of it, as far as known beforehand."""
+        return (0.0, 1.0)
+
+    @property
+    def failed_value(self) -> float:
+        """Value of a check that timed out, died, raised or gave no number: the one that contributes least to the score.
+        With a negative weight that is the largest."""
+        return min(self.values, key=lambda value: self.weight * value)
 
     def for_check(self) -> dict[str, Any]:
         """What the worker's check needs, as plain data."""
@@ -77,6 +89,10 @@ class AnswerPart(_Part):
     unreadable: float = 0.0
     """Value when no answer is found or it cannot be read."""
 
+    @property
+    def values(self) -> tuple[float, ...]:
+        return (self.right, self.wrong, self.unreadable)
+
 
 class FormatPart(_Part):
     """Checks for one <think> block and then one <answer> block, nothing else."""
@@ -102,6 +118,10 @@ class LengthPart(_Part):
 
     max_tokens: int = Field(ge=1)
     """Length in tokens from which the penalty is whole."""
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        return (-1.0, 0.0)
 
     @model_validator(mode="after")
     def check_order(self) -> LengthPart:
@@ -190,6 +210,14 @@ class FunctionPart(_Part):
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for every call."""
 
+    failed: float = 0.0
+    """Value where the function raises, takes too long or returns no finite number. Where that would be worth more than
+    the least that it gave to another completion of the step, it is that."""
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        return (self.failed,)
+
     @field_validator("path")
     @classmethod
     def check_path(cls, path: str) -> str:
@@ -238,7 +266,12 @@ class RewardsConfig(Section):
     """Worker processes; 0 starts one per core, 16 at most."""
 
     worker_memory_mib: int = Field(default=8192, ge=0)
-    """Address space of a worker in MiB; 0 sets no limit."""
+    """Address space of a worker in MiB; 0 sets no limit. A worker whose rewards come to hold half of what
+    is left to it at its start is replaced."""
+
+    max_failed_share: float = Field(default=0.2, ge=0.0, le=1.0)
+    """Largest share of a part's checks in a loop step that may fail (time-outs included); past it the run stops before
+    it trains on them. 1 goes on whatever happens."""
 
     deadline_s: float = Field(default=120.0, gt=0.0)
     """Seconds for one call of the scorer; parts that are missing then count as timeouts."""

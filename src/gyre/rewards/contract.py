@@ -1,7 +1,8 @@
 """Contract check: runs a user's reward function on samples before anything expensive. In: path, sample rollouts.
 Out: nothing, or InputError with the case that fails.
 
-The function runs in a process of its own, which is ended when it takes too long. Caller: `wire`, before a run starts.
+The function runs in a process of its own, which is ended when it takes too long. What it prints goes to the log, up to
+a bound. Caller: `wire`, before a run starts.
 """
 
 from __future__ import annotations
@@ -14,27 +15,46 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from gyre.core.errors import InputError
 from gyre.core.records import Rollout
 from gyre.rewards.config import RewardsConfig
 from gyre.rewards.link import worker_environment
-from gyre.rewards.messages import Item, Setup, Verdict, decode_verdict, encode_item, frame, take_frame
+from gyre.rewards.messages import (
+    MOST_VERDICT_BYTES,
+    Item,
+    Setup,
+    Verdict,
+    decode_verdict,
+    encode_item,
+    frame,
+    take_frame,
+)
+from gyre.rewards.output import BoundedLog
 
 _IMPORT_S = 120.0  # for the user's module and what it imports
+_LOG_BYTES = 1 << 20
 _HINT = "the function must return a finite number (or a number and a reason) for every completion, also a senseless one"
 
 
-def check_rewards(config: RewardsConfig, samples: Sequence[Rollout]) -> None:
-    """Check every function part of a config."""
+def check_rewards(config: RewardsConfig, samples: Sequence[Rollout], *, log: Path | None = None) -> None:
+    """Check every function part of a config. `log` takes what they print; None is stderr."""
     for part in config.parts:
         if part.kind == "function":
-            check_reward_function(part.path, samples, options=part.options, limit_s=part.limit_s)
+            check_reward_function(part.path, samples, options=part.options, limit_s=part.limit_s, log=log)
 
 
 def check_reward_function(
-    fn: str, samples: Sequence[Rollout], *, options: Mapping[str, Any] | None = None, limit_s: float = 5.0
+    fn: str,
+    samples: Sequence[Rollout],
+    *,
+    options: Mapping[str, Any] | None = None,
+    limit_s: float = 5.0,
+    log: Path | None = None,
 ) -> None:
     """Run "module:function" on each sample and on an empty completion. InputError when it cannot be imported, raises,
     returns no finite number, or takes longer than `limit_s` on one."""
@@ -45,20 +65,29 @@ def check_reward_function(
     request = frame(Setup(parts=[part], sandbox="", memory_bytes=0))
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "gyre.rewards.trial"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=worker_environment(), start_new_session=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=worker_environment(),
+        start_new_session=True,
     )  # fmt: skip
+    kept_bytes = log.stat().st_size if log is not None and log.is_file() else 0
+    printed = BoundedLog(str(log or ""), kept_bytes + _LOG_BYTES)
     try:
-        _hear(process, request, _IMPORT_S, fn, "while it was imported")
+        _hear(process, request, _IMPORT_S, fn, "while it was imported", printed)
         for item in items:
             case = f"on the completion {_short(item.text)} of the task {_short(item.task)}"
             body = _encode(item, case)
-            verdict = _hear(process, len(body).to_bytes(4, "little") + body, limit_s, fn, case)
+            verdict = _hear(process, len(body).to_bytes(4, "little") + body, limit_s, fn, case, printed)
             if verdict.outcome != "ok":
-                raise InputError(f"reward function {fn!r}: {verdict.reason}, {case}", hint=_HINT)
+                said = verdict.reason.removeprefix(f"{fn} ")
+                raise InputError(f"reward function {fn!r}: {said}, {case}", hint=_HINT)
     finally:
         with contextlib.suppress(ProcessLookupError):  # it and all that it started have ended
             os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+        process.wait()
+        for stream in (process.stdin, process.stdout, process.stderr):
+            assert stream is not None
+            with contextlib.suppress(BrokenPipeError):  # what it was still to be told
+                stream.close()
+        printed.close()
 
 
 def _item(rollout: Rollout, text: str) -> Item:
@@ -79,28 +108,49 @@ def _encode(item: Item, case: str) -> bytes:
         raise InputError(f"a reward's sample is no plain data: {error}, {case}", hint="keep tasks JSON-able") from error
 
 
-def _hear(process: subprocess.Popen[bytes], request: bytes, limit_s: float, fn: str, case: str) -> Verdict:
+def _hear(
+    process: subprocess.Popen[bytes], request: bytes, limit_s: float, fn: str, case: str, printed: BoundedLog
+) -> Verdict:
     """Send one request and wait for its verdict, `limit_s` at most."""
-    assert process.stdin is not None and process.stdout is not None
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
     buffer, body, end_s = bytearray(), None, time.monotonic() + limit_s
     with selectors.DefaultSelector() as selector, contextlib.suppress(BrokenPipeError):
         process.stdin.write(request)
         process.stdin.flush()
         selector.register(process.stdout, selectors.EVENT_READ)
-        while (body := take_frame(buffer)) is None:
-            if not selector.select(max(end_s - time.monotonic(), 0.0)):
+        selector.register(process.stderr, selectors.EVENT_READ)
+        while (body := _take(buffer, fn, case)) is None:
+            ready = selector.select(max(end_s - time.monotonic(), 0.0))
+            if not ready or time.monotonic() > end_s:
                 said = f"reward function {fn!r} took longer than {limit_s:g} s {case}"
                 raise InputError(said, hint="make it faster, or give the part a larger limit_s")
-            data = os.read(process.stdout.fileno(), 1 << 16)
-            if not data:
+            data = {key.fd: os.read(key.fd, 1 << 16) for key, _ in ready}
+            printed.write(data.get(process.stderr.fileno(), b""))
+            if data.get(process.stderr.fileno()) == b"":
+                selector.unregister(process.stderr)
+            if data.get(process.stdout.fileno()) == b"":
                 break
-            buffer += data
+            buffer += data.get(process.stdout.fileno(), b"")
     if body is None:
         raise InputError(f"reward function {fn!r} ended its process with exit code {process.wait()} {case}", hint=_HINT)
-    verdict = decode_verdict(body)
+    try:
+        verdict = decode_verdict(body)
+    except msgspec.DecodeError as error:
+        raise _strange(fn, case) from error
     if verdict.index < 0 and verdict.outcome != "ok":
         raise InputError(verdict.reason, hint="run from the folder that holds the module, or install it")
     return verdict
+
+
+def _take(buffer: bytearray, fn: str, case: str) -> bytes | None:
+    try:
+        return take_frame(buffer, most_bytes=MOST_VERDICT_BYTES)
+    except ValueError as error:
+        raise _strange(fn, case) from error
+
+
+def _strange(fn: str, case: str) -> InputError:
+    return InputError(f"reward function {fn!r} wrote to the channel that its verdicts go by {case}", hint=_HINT)
 
 
 def _short(value: Any) -> str:

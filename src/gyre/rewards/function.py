@@ -7,8 +7,10 @@ task: the problem's mapping (answer, tests, …); completion: the text that the 
 completion ended, or its length. The module is looked for as Python does it, the working folder included.
 
 Before anything expensive, `check_reward_function` runs it on samples in a process of its own and refuses it with the
-case that fails. During a run a raise is a score with outcome "error" and NaN, ±inf or no number one with "invalid":
-value 0.0 and an event, never a crash. Callers: rewards.checks (worker), `wire` (check).
+case that fails. During a run a raise is a score with outcome "error" and NaN, ±inf or no number one with "invalid": a
+failed part and an event, never a crash. A reason has the exception, file and line before its first ": ", and behind
+it what differs from completion to completion: so equal failures are counted together.
+Callers: rewards.checks (worker), `wire` (check).
 """
 
 from __future__ import annotations
@@ -71,24 +73,64 @@ def wanted_extras(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def call_function(
-    function: Callable[..., Any], task: Any, text: str, extras: Mapping[str, Any], options: Mapping[str, Any]
+    function: Callable[..., Any],
+    task: Any,
+    text: str,
+    extras: Mapping[str, Any],
+    options: Mapping[str, Any],
+    *,
+    name: str = "it",
 ) -> Verdict:
-    """Call it and judge what comes back. Never raises."""
+    """Call it and judge what comes back. Never raises. `name` is what reasons call it."""
     try:
         result = function(task, text, **extras, **options)
     except BaseException as error:  # noqa: BLE001 - becomes a labelled score and an event
-        where = traceback.extract_tb(error.__traceback__)
-        line = f" at {os.path.basename(where[-1].filename)}:{where[-1].lineno}" if len(where) > 1 else ""
-        return 0.0, f"it raised {type(error).__name__}: {error}{line}"[:500], "error"
+        return 0.0, f"{name} raised {type(error).__name__}{place_of(error)}: {_text(error)}"[:500], "error"
     reason = ""
     if isinstance(result, tuple) and len(result) == 2:
         result, reason = result
     value = as_number(result)
     if value is None:
-        return 0.0, f"it returned {_describe(result)}, not a number", "invalid"
+        kind = type(result).__name__
+        return 0.0, f"{name} returned {kind}, not a number{_defined_at(function)}: {_describe(result)}", "invalid"
     if not math.isfinite(value):
-        return 0.0, f"it returned {value}", "invalid"
-    return value, str(reason)[:500] or f"it returned {value:g}", "ok"
+        return 0.0, f"{name} returned {value}{_defined_at(function)}", "invalid"
+    return value, _text(reason)[:500] or f"it returned {value:g}", "ok"
+
+
+def place_of(error: BaseException) -> str:
+    """ " at FILE:LINE" of what raised: the innermost line of the user's own, and where that called into a library.
+    "" when nothing but our own call is known."""
+    where = traceback.extract_tb(error.__traceback__)[1:]  # the first is our call
+    if not where:
+        return ""
+    own = [frame for frame in where if not _is_library(frame.filename)]
+    frame = own[-1] if own else where[-1]
+    called = "" if frame is where[-1] else f" (in {os.path.basename(where[-1].filename)}:{where[-1].lineno})"
+    return f" at {_short_path(frame.filename)}:{frame.lineno}{called}"
+
+
+def _defined_at(function: Callable[..., Any]) -> str:
+    """ " (FILE:LINE)" where a Python function begins; "" for others."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return "" if code is None else f" ({_short_path(code.co_filename)}:{code.co_firstlineno})"
+
+
+def _is_library(path: str) -> bool:
+    return path.startswith(("<", os.path.dirname(os.__file__))) or "site-packages" in path
+
+
+def _short_path(path: str) -> str:
+    """Relative to the working folder where the file lies below it."""
+    relative = os.path.relpath(path) if os.path.isabs(path) else path
+    return path if relative.startswith("..") else relative
+
+
+def _text(value: Any) -> str:
+    try:
+        return str(value)
+    except Exception:  # noqa: BLE001 - a __str__ that raises must not hide the verdict
+        return type(value).__name__
 
 
 def as_number(result: Any) -> float | None:
@@ -108,6 +150,6 @@ def as_number(result: Any) -> float | None:
 
 def _describe(value: Any) -> str:
     try:
-        return f"{type(value).__name__} {value!r}"[:120]
+        return repr(value)[:120]
     except Exception:  # noqa: BLE001 - a repr that raises must not hide the verdict
         return type(value).__name__

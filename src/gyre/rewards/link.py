@@ -1,8 +1,8 @@
 """Link: the scorer's ends of the sockets to its processes, on the event loop. In: frames and orders to send.
 Out: frames and news, by callback, in the loop's thread.
 
-`Channel` talks to one worker, `Nursery` starts and talks to the process that forks workers. Neither decides anything.
-Caller: rewards.pool.
+`Channel` talks to one worker, `Nursery` starts and talks to the process that forks workers, under its guard. Neither
+decides anything. Caller: rewards.pool.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ import sys
 from collections.abc import Callable, Sequence
 
 from gyre.core.errors import DeadlineError
-from gyre.rewards.messages import take_frame
+from gyre.rewards.messages import MOST_VERDICT_BYTES, take_frame
 
 _CLOSE_S = 3.0
 _END_S = 1.0  # for a process that has hung up to end
 _KILL_S = 10.0  # for a killed one to be gone
+_TURN_BYTES = 1 << 20  # read from one worker before others get their turn
 
 
 class Channel:
     """Framed bytes to and from one worker. Its end is silent here: the nursery tells of it."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, end: socket.socket, hear: Callable[[list[bytes]], None]
+        self, loop: asyncio.AbstractEventLoop, end: socket.socket, hear: Callable[[list[bytes], bool], None]
     ) -> None:
+        """`hear(bodies, broken)`: whole frames, and whether what follows them is no frame of a worker's."""
         self._loop = loop
         self._end = end
         self._hear = hear
@@ -42,22 +44,26 @@ class Channel:
         self._flush()
 
     def receive(self) -> None:
-        """Read all that is there and hand on every whole frame."""
-        ended = False
+        """Read what is there, up to a bound, and hand on every whole frame."""
+        ended, end_bytes = False, len(self._incoming) + _TURN_BYTES
         with contextlib.suppress(BlockingIOError):
             try:
-                while data := self._end.recv(1 << 18):
+                while not ended and len(self._incoming) < end_bytes:
+                    data = self._end.recv(1 << 18)
                     self._incoming += data
-                ended = True
+                    ended = not data
             except ConnectionResetError:
                 ended = True
         if ended:
             self._loop.remove_reader(self._end)
-        bodies = []
-        while (body := take_frame(self._incoming)) is not None:
-            bodies.append(body)
-        if bodies:
-            self._hear(bodies)
+        bodies, broken = [], False
+        try:
+            while (body := take_frame(self._incoming, most_bytes=MOST_VERDICT_BYTES)) is not None:
+                bodies.append(body)
+        except ValueError:
+            broken = True
+        if bodies or broken:
+            self._hear(bodies, broken)
 
     def close(self) -> None:
         self._loop.remove_reader(self._end)
@@ -77,22 +83,33 @@ class Channel:
 
 
 class Nursery:
-    """The process that loads libraries once and forks workers. Starts when made."""
+    """The process that loads libraries once and forks workers, under a guard. Starts when made.
 
-    def __init__(self, libraries: Sequence[str]) -> None:
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    `log` takes what the workers print, up to `log_bytes`; "" is stderr.
+    """
+
+    def __init__(self, libraries: Sequence[str], *, log: str = "", log_bytes: int = 1 << 20) -> None:
+        self._control, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._watch, watch = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setblocking(False)
+        self._watch.setblocking(False)
         self._loop: asyncio.AbstractEventLoop | None = None
-        with theirs:
+        numbers = (watch.fileno(), control.fileno())
+        with control, watch:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "gyre.rewards.worker", str(theirs.fileno()), *libraries],
-                pass_fds=(theirs.fileno(),), env=worker_environment(), start_new_session=True, stdin=subprocess.DEVNULL,
+                [sys.executable, "-P", "-m", "gyre.rewards.guard", *map(str, numbers), log, str(log_bytes), *libraries],
+                pass_fds=numbers, env=worker_environment(), start_new_session=True, stdin=subprocess.DEVNULL,
             )  # fmt: skip
 
     def attach(
-        self, loop: asyncio.AbstractEventLoop, gone: Callable[[int, int], None], died: Callable[[], None]
+        self,
+        loop: asyncio.AbstractEventLoop,
+        gone: Callable[[int, int], None],
+        died: Callable[[], None],
+        dropped: Callable[[], None],
     ) -> None:
-        """Begin to listen: `gone(name, status)` for each worker that has ended, `died()` for the nursery's own end."""
+        """Begin to listen: `gone(name, status)` for each worker that has ended, `died()` for the nursery's own end,
+        `dropped()` once when the log is full."""
 
         def listen() -> None:
             try:
@@ -107,8 +124,15 @@ class Nursery:
             _, name, status = message.decode().split()
             gone(int(name), int(status))
 
+        def watch() -> None:
+            loop.remove_reader(self._watch)  # it has one thing to say; its end shows in the nursery's
+            with contextlib.suppress(BlockingIOError, ConnectionResetError):
+                if self._watch.recv(64):
+                    dropped()
+
         self._loop = loop
         loop.add_reader(self._control, listen)
+        loop.add_reader(self._watch, watch)
 
     def fork(self, name: int) -> socket.socket:
         """Ask for a worker; return our end of its channel, good at once."""
@@ -128,11 +152,13 @@ class Nursery:
         """After its own end: let go of it and return its exit code. One that only hung up is killed; DeadlineError when
         even that does not end it."""
         self._hang_up()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return self._process.wait(_END_S)
-        self._process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return self._process.wait(_KILL_S)
+        for end in (None, self._watch.close, self._process.kill):  # without its watch the guard kills all below it
+            if end is not None:
+                end()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = self._process.wait(_KILL_S if end == self._process.kill else _END_S)
+                self._watch.close()
+                return code
         raise self._unkillable()
 
     async def close(self, *, idle: bool) -> bool:
@@ -141,10 +167,14 @@ class Nursery:
         ended without waiting for that."""
         self._hang_up()
         if idle:
-            self._process.kill()
+            self._watch.close()
         if await self._ends_within(_CLOSE_S):
+            self._watch.close()
             return True
-        self._process.kill()  # its workers die with it
+        self._watch.close()
+        if await self._ends_within(_END_S):
+            return False
+        self._process.kill()
         if not await self._ends_within(_KILL_S):
             raise self._unkillable()
         return False
@@ -168,6 +198,7 @@ class Nursery:
     def _hang_up(self) -> None:
         if self._loop is not None:
             self._loop.remove_reader(self._control)
+            self._loop.remove_reader(self._watch)
             self._loop = None
         self._control.close()
 

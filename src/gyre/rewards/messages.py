@@ -4,6 +4,7 @@
     worker → scorer   Ready once, then one Verdict per check of the job, in the job's order
 
 A verdict goes out before the next check that may hang begins, so the first check without a verdict is what hangs.
+Each verdict bears its job's token, so that what a reward writes to the channel is not taken for one.
 Callers: rewards.pool, rewards.worker.
 """
 
@@ -14,6 +15,8 @@ from typing import Any
 import msgspec
 
 _HEAD = 4  # bytes of the length
+MOST_VERDICT_BYTES = 1 << 16
+MOST_REASON_CHARS = 2000
 
 
 class Item(msgspec.Struct, frozen=True, array_like=True):
@@ -39,6 +42,7 @@ class Job(msgspec.Struct, frozen=True, array_like=True):
 
     items: list[msgspec.Raw]  # encoded Item
     checks: list[tuple[int, int]]  # index into items, index into the setup's parts
+    token: bytes  # random; every verdict on this job returns it
 
 
 class Verdict(msgspec.Struct, frozen=True, array_like=True):
@@ -50,9 +54,12 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True):
     outcome: str = "ok"
     started_s: float = 0.0  # CLOCK_MONOTONIC, the same in all processes
     ended_s: float = 0.0
+    token: bytes = b""  # of the job
+    worn: str = ""  # why the worker should be replaced; it does no further check of this job
 
 
 READY = -1
+OUTCOMES = ("ok", "timeout", "error", "invalid")  # of a ScorePart
 _encoder = msgspec.msgpack.Encoder()
 decode_item = msgspec.msgpack.Decoder(Item).decode
 decode_setup = msgspec.msgpack.Decoder(Setup).decode
@@ -77,9 +84,12 @@ def frame(message: Setup | Job | Verdict) -> bytes:
     return len(body).to_bytes(_HEAD, "little") + body
 
 
-def take_frame(buffer: bytearray) -> bytes | None:
-    """Take one whole frame out of the buffer, or None; a beginning stays."""
+def take_frame(buffer: bytearray, *, most_bytes: int = 0) -> bytes | None:
+    """Take one whole frame out of the buffer, or None; a beginning stays. ValueError for one of more than `most_bytes`
+    (0: any size), which the sender cannot have meant."""
     end = _HEAD + int.from_bytes(buffer[:_HEAD], "little")
+    if most_bytes and len(buffer) >= _HEAD and end > _HEAD + most_bytes:
+        raise ValueError(f"a frame of {end} bytes")
     if len(buffer) < _HEAD or len(buffer) < end:
         return None
     body = bytes(buffer[_HEAD:end])

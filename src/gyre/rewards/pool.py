@@ -4,28 +4,38 @@
                    ▲                 │ silent over the limit, or dead
                    └── what is left ─┘ the first check without a verdict is to blame; the worker is replaced
 
+A worker that is killed from outside (SIGKILL, as by the out-of-memory killer, or SIGTERM) costs no verdict the first
+time: the check that it was at is done once more. What comes from a worker and is no verdict on the check that it is at
+is blamed on that check. A worker in which rewards leave too much memory or too many processes is replaced.
 Waits and their owners: a check by its part's limit, a call by its deadline, the workers' start by the call's deadline.
-Only the loop's thread touches a pool. Events: reward.worker_replaced, reward.nursery_replaced, reward.nursery_killed.
-Caller: rewards.score.
+Only the loop's thread touches a pool. Events: reward.worker_replaced, reward.retried, reward.nursery_replaced,
+reward.nursery_killed, reward.output_dropped. Caller: rewards.score.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+import os
+import signal
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 
 from gyre.core.errors import DeadlineError
 from gyre.rewards.checks import QUICK
 from gyre.rewards.link import Channel, Nursery
-from gyre.rewards.messages import READY, Job, Setup, Verdict, decode_verdict, frame
+from gyre.rewards.messages import OUTCOMES, READY, Job, Setup, Verdict, decode_verdict, frame
 
 _MOST_CHECKS = 128  # per batch, so that no worker sits on work that another could do
 _MOST_TRIES = 3  # of a check while the nursery dies
 _MOST_FALSE_STARTS = 6
+_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)  # ends that a check seldom brings about itself
+_TOKEN_BYTES = 16
+LOG_BYTES_PER_WORKER = 1 << 20  # of what rewards print
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -37,6 +47,7 @@ class Ticket:
     item: bytes  # encoded Item
     verdict: Verdict | None = None
     tries: int = 0
+    retried: bool = False  # its worker was killed from outside once
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -69,6 +80,7 @@ class Worker:
         self.channel: Channel | None = None
         self.ready = False
         self.batch: Batch | None = None
+        self.token = b""  # of the job that it has
         self.heard_s = 0.0  # loop time of the last verdict
         self.timer: asyncio.TimerHandle | None = None
 
@@ -76,9 +88,19 @@ class Worker:
 class Pool:
     """Workers of one scorer. Processes start when it is made; `close` leaves none."""
 
-    def __init__(self, setup: Setup, limits_s: Sequence[float], *, num_workers: int, emit: Callable[..., None]) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        limits_s: Sequence[float],
+        *,
+        num_workers: int,
+        emit: Callable[..., None],
+        log: Path | None = None,
+    ) -> None:
+        """`log` takes what rewards print, up to LOG_BYTES_PER_WORKER for each worker; None is stderr."""
         self._setup = frame(setup)
         self._kinds = [part["kind"] for part in setup.parts]
+        self._names_of_parts = [part.get("name") or part["kind"] for part in setup.parts]
         self._libraries = libraries(setup)
         self._limits_s = limits_s
         self._num_workers = num_workers
@@ -91,7 +113,13 @@ class Pool:
         self._closed = False
         self._fault: DeadlineError | None = None  # why there will be no verdicts any more
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._nursery = Nursery(self._libraries)
+        self._log = log
+        kept_bytes = log.stat().st_size if log is not None and log.is_file() else 0
+        self._log_bytes = kept_bytes + num_workers * LOG_BYTES_PER_WORKER
+        self._nursery = self._make_nursery()
+
+    def _make_nursery(self) -> Nursery:
+        return Nursery(self._libraries, log=str(self._log or ""), log_bytes=self._log_bytes)
 
     # ---- calls
 
@@ -160,7 +188,9 @@ class Pool:
         places: dict[bytes, int] = {}
         checks = [(places.setdefault(ticket.item, len(places)), ticket.part) for ticket in batch.tickets]
         worker.batch, worker.heard_s = batch, self._loop.time()
-        worker.channel.send(frame(Job(items=[msgspec.Raw(item) for item in places], checks=checks)))
+        worker.token = os.urandom(_TOKEN_BYTES)
+        items = [msgspec.Raw(item) for item in places]
+        worker.channel.send(frame(Job(items=items, checks=checks, token=worker.token)))
         self._watch(worker)
 
     def _watch(self, worker: Worker) -> None:
@@ -178,29 +208,45 @@ class Pool:
         assert self._loop is not None and worker.channel is not None
         worker.timer = None
         worker.channel.receive()
-        if worker.batch is None or worker.timer is not None:  # it had answered; the timer now is the next check's
-            return
+        if worker.batch is None or worker.timer is not None or worker.name not in self._workers:
+            return  # it had answered, and the timer is the next check's; or it has been replaced
         why = f"not done after its limit of {self._limits_s[worker.batch.current.part]:g} s"
         self._blame(worker, why, "timeout")
         self._replace(worker, why)
 
-    def _hear(self, worker: Worker, bodies: list[bytes]) -> None:
-        """Hand each verdict to its ticket; an idle worker gets new work."""
+    def _hear(self, worker: Worker, bodies: list[bytes], broken: bool) -> None:
+        """Hand each verdict to its ticket; an idle worker gets new work. `broken`: what comes next is no frame."""
         assert self._loop is not None
         for body in bodies:
-            verdict = decode_verdict(body)
-            if verdict.index == READY:
+            verdict = _read_verdict(body)
+            if verdict is not None and verdict.index == READY and not worker.ready:
                 worker.ready = True
                 self._false_starts = 0
                 continue
             batch = worker.batch
-            assert batch is not None and verdict.index == batch.next, "a worker answers each check once, in order"
+            if verdict is None or batch is None or (verdict.token, verdict.index) != (worker.token, batch.next):
+                broken = True
+                break
             self._settle(batch, verdict)
             if batch.next == len(batch.tickets):
                 worker.batch = None
+            if verdict.worn:
+                self._replace(worker, verdict.worn)
+                self._dispatch()
+                return
         worker.heard_s = self._loop.time()
-        self._watch(worker)
+        if broken:
+            self._disown(worker)
+        else:
+            self._watch(worker)
         self._dispatch()
+
+    def _disown(self, worker: Worker) -> None:
+        """A reward wrote to the channel of its worker: nothing that comes from there can be relied on any more."""
+        why = "it wrote to the channel between its worker and the scorer"
+        if worker.batch is not None:
+            self._blame(worker, why, "error")
+        self._replace(worker, f"a reward wrote to its channel{'' if worker.batch else ' after its last check'}")
 
     # ---- workers
 
@@ -215,7 +261,7 @@ class Pool:
 
     def _staff(self) -> None:
         assert self._loop is not None
-        self._nursery.attach(self._loop, self._gone, self._nursery_died)
+        self._nursery.attach(self._loop, self._gone, self._nursery_died, self._log_full)
         for _ in range(self._num_workers):
             self._start_worker()
 
@@ -225,7 +271,7 @@ class Pool:
         worker = Worker(self._names)
         self._workers[worker.name] = worker
         end = self._nursery.fork(worker.name)
-        worker.channel = Channel(self._loop, end, lambda bodies: self._hear(worker, bodies))
+        worker.channel = Channel(self._loop, end, lambda bodies, broken: self._hear(worker, bodies, broken))
         worker.channel.send(self._setup)
 
     def _replace(self, worker: Worker, why: str) -> None:
@@ -252,15 +298,26 @@ class Pool:
             return
         assert worker.channel is not None
         worker.channel.receive()
+        if worker.name not in self._workers:
+            return
         how = f"signal {-status}" if status < 0 else f"exit code {status}"
         if not worker.ready and self._give_up_starting(how):
             return
         if worker.batch is not None:
-            self._blame(worker, f"it ended its worker process with {how}", "error")
+            ticket = worker.batch.current
+            if status in _FROM_OUTSIDE and not ticket.retried:
+                ticket.retried = True
+                self._emit("reward.retried", part=self._names_of_parts[ticket.part], worker=worker.name, reason=how)
+            else:
+                again = " again when it was retried" if ticket.retried else ""
+                self._blame(worker, f"it ended its worker process with {how}{again}", "error")
         self._replace(worker, f"it ended with {how}")
 
     def _nursery_died(self) -> None:
         """Its end is no check's fault: start it and its workers anew, and what they were at."""
+        for worker in list(self._workers.values()):
+            assert worker.channel is not None
+            worker.channel.receive()
         try:
             code = self._nursery.bury()
         except DeadlineError as error:
@@ -269,16 +326,17 @@ class Pool:
         self._emit("reward.nursery_replaced", exit_code=code)
         ready = any(worker.ready for worker in self._workers.values())
         for worker in list(self._workers.values()):
-            assert worker.channel is not None
-            worker.channel.receive()
             if worker.batch is not None:
                 worker.batch.current.tries += 1
                 if worker.batch.current.tries == _MOST_TRIES:
                     self._blame(worker, f"the worker processes died {_MOST_TRIES} times while it ran", "error")
             self._forget(worker)
-        self._nursery = Nursery(self._libraries)
+        self._nursery = self._make_nursery()
         if ready or not self._give_up_starting(f"exit code {code}"):
             self._staff()
+
+    def _log_full(self) -> None:
+        self._emit("reward.output_dropped", log=str(self._log or "stderr"), kept_bytes=self._log_bytes)
 
     def _give_up_starting(self, how: str) -> bool:
         """Count a process that ended before it was ready; past the limit end every call with the reason."""
@@ -288,7 +346,8 @@ class Pool:
         self._end_all(
             DeadlineError(
                 f"the reward workers did not start in {self._false_starts} tries; the last one ended with {how}",
-                hint="what they said is on stderr; they need the packages of this environment",
+                hint=f"what they said is {f'in {self._log}' if self._log else 'on stderr'}; they need the packages of "
+                "this environment",
             )
         )
         return True
@@ -322,6 +381,15 @@ def _give_up(call: Call, why: str) -> None:
         if ticket.verdict is None:
             ticket.verdict = Verdict(index=index, reason=why, outcome="timeout")
     call.done.set()
+
+
+def _read_verdict(body: bytes) -> Verdict | None:
+    """None for what is no verdict of ours."""
+    try:
+        verdict = decode_verdict(body)
+    except msgspec.DecodeError:
+        return None
+    return verdict if verdict.outcome in OUTCOMES and math.isfinite(verdict.value) else None
 
 
 def libraries(setup: Setup) -> list[str]:

@@ -1,7 +1,9 @@
 """Scorer: rollouts to numbers with reasons, by rules. In: rollouts, the parts of the config. Out: one Score each.
 
 A score is the weighted sum of its parts. Each part of each rollout is a check in a worker process (rewards.pool) while
-the loop goes on; a check that hangs, dies or raises costs that one part of that one rollout, value 0.0 and a label.
+the loop goes on; a check that hangs, dies or raises costs that one part of that one rollout: it is labelled and counts
+as the least that the part can give, so that it is never worth more than a wrong answer. For a reward function, whose
+least value nobody knows, that is `failed`, or the least that it gave in the same call (core.scores).
 Parts of kind "model" are not scored here: the trainer evaluates the reward model, and the loop adds its ScorePart.
 Events: reward.timeout, reward.error, reward.invalid (one per labelled part, with the rollout and the reason), those of
 rewards.pool and of rewards.executors.choose_mode. Caller: `wire` builds it, the loop calls it.
@@ -11,9 +13,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal, cast
 
 from gyre.core.records import Rollout, Score, ScorePart
+from gyre.core.scores import lower_failed_parts
 from gyre.rewards.config import RewardsConfig
 from gyre.rewards.executors import choose_mode
 from gyre.rewards.messages import Item, Setup, Verdict, encode_item
@@ -26,10 +30,17 @@ class RuleScorer:
     """Implements core.contracts.Scorer. `clock` is CLOCK_MONOTONIC in seconds, as workers have it.
 
     Starts its processes when made, so that their imports overlap with what else starts. ConfigError when the config
-    asks for isolation that this machine refuses.
+    asks for isolation that this machine refuses. `log` takes what rewards print; None is stderr.
     """
 
-    def __init__(self, config: RewardsConfig, *, emit: Callable[..., None], clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        config: RewardsConfig,
+        *,
+        emit: Callable[..., None],
+        clock: Callable[[], float],
+        log: Path | None = None,
+    ) -> None:
         self._parts = [part for part in config.parts if part.kind != "model"]
         self._end_markers = config.end_markers
         self._emit = emit
@@ -43,7 +54,7 @@ class RuleScorer:
         )
         workers = config.workers or min(os.cpu_count() or 1, _MOST_WORKERS)
         limits_s = [part.total_limit_s for part in self._parts]
-        self._pool = Pool(setup, limits_s, num_workers=workers, emit=emit) if self._parts else None
+        self._pool = Pool(setup, limits_s, num_workers=workers, emit=emit, log=log) if self._parts else None
 
     async def score(self, rollouts: Sequence[Rollout], *, deadline_s: float) -> Sequence[Score]:
         called_s = self._clock()
@@ -62,10 +73,11 @@ class RuleScorer:
         for ticket in tickets:
             assert ticket.verdict is not None
             verdicts[ticket.rollout, ticket.part] = ticket.verdict
-        return [
+        scores = [
             self._sum(rollout, [verdicts[index, part] for part in range(len(self._parts))], called_s)
             for index, rollout in enumerate(rollouts)
         ]
+        return lower_failed_parts(scores)
 
     def _item(self, rollout: Rollout) -> Item:
         text = _without_end(rollout.text, self._end_markers)
@@ -80,8 +92,9 @@ class RuleScorer:
     def _sum(self, rollout: Rollout, verdicts: Sequence[Verdict], called_s: float) -> Score:
         parts = tuple(
             ScorePart(
-                name=part.name, value=verdict.value if verdict.outcome == "ok" else 0.0, weight=part.weight,
-                reason=verdict.reason, outcome=cast(Literal["ok", "timeout", "error", "invalid"], verdict.outcome),
+                name=part.name, value=verdict.value if verdict.outcome == "ok" else part.failed_value,
+                weight=part.weight, reason=verdict.reason, seconds=max(0.0, verdict.ended_s - verdict.started_s),
+                outcome=cast(Literal["ok", "timeout", "error", "invalid"], verdict.outcome),
             )
             for part, verdict in zip(self._parts, verdicts, strict=True)
         )  # fmt: skip

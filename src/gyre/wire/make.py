@@ -231,11 +231,12 @@ def make_engine(
     )
 
 
-def make_scorer(config: RunConfig, emit: Emit) -> RuleScorer:
-    return RuleScorer(config.rewards, emit=emit, clock=time.monotonic)
+def make_scorer(config: RunConfig, emit: Emit, *, log: Path | None = None) -> RuleScorer:
+    """`log` takes what rewards print; None is stderr."""
+    return RuleScorer(config.rewards, emit=emit, clock=time.monotonic, log=log)
 
 
-def try_rewards(config: RunConfig, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> None:
+def try_rewards(config: RunConfig, prompts: Sequence[Prompt], tokenizer: Tokenizer, *, log: Path) -> None:
     """Run the user's own reward functions on sample rollouts, before anything expensive. InputError with the case."""
     samples = []
     for prompt in prompts[:3]:
@@ -259,7 +260,7 @@ def try_rewards(config: RunConfig, prompts: Sequence[Prompt], tokenizer: Tokeniz
             )
         )
     if samples:
-        check_rewards(config.rewards, samples)
+        check_rewards(config.rewards, samples, log=log)
 
 
 def make_judge(config: RunConfig, engine: RolloutEngine, scorer: RuleScorer, text: TextPort, emit: Emit) -> Rollouts:

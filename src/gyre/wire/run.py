@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from gyre import __version__
-from gyre.core.errors import GyreError, SnapshotError
+from gyre.core.errors import GyreError, RewardError, SnapshotError
 from gyre.loop.ports import Observers
 from gyre.loop.resume import Progress, from_snapshot
 from gyre.observe.events import EventLog, next_attempt, read_events
@@ -50,6 +50,8 @@ MISREAD = (
     "transformers reads tokenizer files beside a model of this family by its own rules, so the export's would give "
     "other ids there; gyre reads them right. Leave tokenizer.path out, or take a tokenizer of this family."
 )
+
+REWARDS_LOG = "rewards.log"  # what rewards print
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +89,10 @@ class Run:
     async def go(self) -> dict[str, Any]:
         try:
             return await self._go()
+        except RewardError:
+            if self._config.observe.report:
+                write_report(self._folder)  # it shows what failed and how often
+            raise
         finally:
             await self._placement.close()
 
@@ -175,7 +181,7 @@ class Run:
         plan = self._plan(stage, policy, data)
         if plan.kv_pages:
             accuracy_metric(self._config)
-            try_rewards(self._config, data.sample_prompts, policy.tokenizer)
+            try_rewards(self._config, data.sample_prompts, policy.tokenizer, log=self._folder / REWARDS_LOG)
         reward = self._config.rewards.model_part()
         if reward is not None and stage.name == MAIN:
             find_reward_model(reward.path, policy)
@@ -188,7 +194,8 @@ class Run:
         if progress.stage != stage.name:
             progress = Progress(stage=stage.name)
         self._emit("stage.started", stage=stage.name, steps=stage.trainer.steps, step=progress.step)
-        built, done = Built(self._config, self._emit, self._machine.compute), False
+        log = self._folder / REWARDS_LOG
+        built, done = Built(self._config, self._emit, self._machine.compute, rewards_log=log), False
         try:
             placed = await self._placement.begin(stage, plan, version=version, found=found)
             parts = built.parts(placed, policy.tokenizer, data, self._observers())

@@ -5,6 +5,7 @@ Out: a loop, and what is to be closed after it. Caller: wire.run.
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from gyre.core.seeds import derive_seed
 from gyre.loop.controller import Ring, RingConfig
@@ -22,13 +23,13 @@ from gyre.wire.stages import Stage, StageData
 class Built:
     """What one stage needs beside its trainer and engine."""
 
-    def __init__(self, config: RunConfig, emit: Emit, compute: ThreadPoolExecutor) -> None:
-        self._config, self._emit, self._compute = config, emit, compute
+    def __init__(self, config: RunConfig, emit: Emit, compute: ThreadPoolExecutor, *, rewards_log: Path) -> None:
+        self._config, self._emit, self._compute, self._rewards_log = config, emit, compute, rewards_log
         self._scorer: RuleScorer | None = None
 
     def parts(self, placed: Placed, text: TextPort, data: StageData, observers: Observers) -> Parts:
         if placed.engine is not None:
-            self._scorer = make_scorer(self._config, self._emit)
+            self._scorer = make_scorer(self._config, self._emit, log=self._rewards_log)
         return Parts(
             source=data.source,
             trainer=placed.trainer,
@@ -58,6 +59,7 @@ class Built:
                 evaluation=config.eval,
                 snapshot_every_steps=config.snapshot.every_steps,
                 accuracy=accuracy_metric(config),
+                max_failed_share=config.rewards.max_failed_share,
                 reward_model=(reward.name, reward.weight) if reward else None,
                 restart_engine=config.memory.leave.get("engine") == "destroy",
             )

@@ -27,8 +27,9 @@ function exampleList(entry) {
   const line = (example) => el("div", { class: "detail-text" }, example.detail);
   const [first, ...others] = entry.examples;
   if (!others.length) return line(first);
-  const left = entry.rows - entry.examples.length;
-  return el("div", {}, line(first), el("details", { class: "fold" }, el("summary", { style: { padding: "2px 0", "font-size": "12.5px" } }, `${count(entry.rows - 1)} more`), others.map(line), left > 0 ? note(`${count(left)} further rows are in events.jsonl`) : null));
+  const merged = entry.kind === "warn.reward_failed"; // each example stands for all that are alike
+  const left = merged ? 0 : entry.rows - entry.examples.length;
+  return el("div", {}, line(first), el("details", { class: "fold" }, el("summary", { style: { padding: "2px 0", "font-size": "12.5px" } }, `${count(merged ? others.length : entry.rows - 1)} more`), others.map(line), left > 0 ? note(`${count(left)} further rows are in events.jsonl`) : null));
 }
 
 function fileSection() {
