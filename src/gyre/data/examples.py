@@ -14,10 +14,10 @@ from gyre.core.records import Prompt, TrainSequence
 from gyre.core.seeds import derive_seed
 from gyre.data.config import DataConfig
 from gyre.data.problems import Problem, by_prompt, prompt_key
-from gyre.data.rows import read_response
 from gyre.data.sources import Overlong, encode_prompt, read_split, report_loaded, source_name
 from gyre.data.tasks import Check, Emit, answer_checker
 from gyre.data.traces import Trace, traced_tasks, write_trace
+from gyre.data.turns import read_response
 from gyre.text.render import r1_response, render_example
 from gyre.text.tokenizer import Tokenizer, plain_chat
 
@@ -91,7 +91,7 @@ class Responder:
         return trace_text(trace)
 
     def _response_of_row(self, problem: Problem) -> str:
-        return read_response(problem.fields, self._config.response_field, problem.where, "response_field")
+        return read_response(problem.fields, self._config.response_field, problem.where, "response_field", problem.prompt)
 
 
 def need_traces(config: DataConfig) -> None:

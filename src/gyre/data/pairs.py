@@ -16,10 +16,10 @@ from gyre.core.seeds import derive_seed
 from gyre.data.config import DataConfig
 from gyre.data.examples import need_traces, states_answer_only, to_sequence, trace_text
 from gyre.data.problems import Problem, by_prompt, prompt_key
-from gyre.data.rows import read_response
 from gyre.data.sources import Overlong, encode_prompt, read_split, report_loaded, source_name
 from gyre.data.tasks import Check, Emit, answer_checker
 from gyre.data.traces import corrupt_trace, write_trace
+from gyre.data.turns import read_response
 from gyre.text.render import r1_response
 from gyre.text.tokenizer import Tokenizer
 
@@ -82,8 +82,8 @@ class PairWriter:
     def _responses_of_row(self, problem: Problem) -> tuple[str, str]:
         chosen, rejected = self._config.chosen_field, self._config.rejected_field
         return (
-            read_response(problem.fields, chosen, problem.where, "chosen_field"),
-            read_response(problem.fields, rejected, problem.where, "rejected_field"),
+            read_response(problem.fields, chosen, problem.where, "chosen_field", problem.prompt),
+            read_response(problem.fields, rejected, problem.where, "rejected_field", problem.prompt),
         )
 
     def _traced(self, problem: Problem, check: Check) -> tuple[str, str] | None:
