@@ -24,7 +24,7 @@ S = TypeVar("S", bound=Foreign)
 
 
 def check(content: Mapping[str, Any], schema: type[S], where: str) -> S:
-    """Return what the schema reads out of `content`. InputError names the first key at fault, its value and the rule."""
+    """Return what the schema reads out of `content`. InputError names the first key at fault, its value, the rule."""
     try:
         return schema.model_validate(dict(content))
     except ValidationError as error:
@@ -44,18 +44,17 @@ def _in_file(place: tuple[int | str, ...], content: Any) -> list[int | str]:
     names: list[int | str] = [place[0]]
     inside = content.get(place[0])
     for part in place[1:]:
-        if isinstance(inside, Mapping) and part in inside:
+        in_table = isinstance(inside, Mapping) and part in inside
+        if in_table or (isinstance(inside, list) and isinstance(part, int) and part < len(inside)):
             inside = inside[part]
-        elif isinstance(inside, list) and isinstance(part, int) and part < len(inside):
-            inside = inside[part]
-        else:
-            continue
-        names.append(part)
+            names.append(part)
     return names
 
 
 def _rule(message: str) -> str:
-    return message.removeprefix("Input should be ").removeprefix("Value error, ").lower().replace("field required", "it")
+    return (
+        message.removeprefix("Input should be ").removeprefix("Value error, ").lower().replace("field required", "it")
+    )
 
 
 def _show(value: Any) -> str:

@@ -73,7 +73,9 @@ def check_values(row: Mapping[str, Any], where: str) -> None:
 def _inside(value: Any) -> Iterable[Any]:
     if isinstance(value, Mapping):
         return (item for item in value.values() if isinstance(item, (Mapping, list, tuple)))
-    return (item for item in value if isinstance(item, (Mapping, list, tuple))) if isinstance(value, list | tuple) else ()
+    return (
+        (item for item in value if isinstance(item, (Mapping, list, tuple))) if isinstance(value, list | tuple) else ()
+    )
 
 
 def as_json(value: Any) -> Any:

@@ -28,7 +28,7 @@ def take_prompt(row: Mapping[str, Any], where: str, config: DataConfig) -> Promp
     """The row's prompt. InputError: no prompt, or none that is surely without the response."""
     field = config.prompt_field
     pair = (config.chosen_field, config.rejected_field)
-    if field in pair or (row.get(field) is None and all(row.get(name) is not None for name in pair)):
+    if all(row.get(name) is not None for name in pair) and (field in pair or row.get(field) is None):
         return _shared_turns(row, where, pair, field)
     prompt = read_prompt(need(row, field, where, "prompt_field"), where, field)
     if isinstance(prompt, str):
@@ -50,6 +50,12 @@ def take_prompt(row: Mapping[str, Any], where: str, config: DataConfig) -> Promp
             hint=f"end '{field}' with the user's turn, or set data.response_field = \"{field}\" to learn its last turn",
         )
     return _asking(prompt[:-1], where, field)
+
+
+def is_split(row: Mapping[str, Any], prompt: Prompting, config: DataConfig) -> bool:
+    """Whether the prompt is shorter than the conversation in its field."""
+    value = row.get(config.prompt_field)
+    return isinstance(value, list) and not isinstance(prompt, str) and len(value) > len(prompt)
 
 
 def read_prompt(value: Any, where: str, field: str) -> Prompting:
@@ -112,8 +118,8 @@ def _shared_turns(row: Mapping[str, Any], where: str, pair: tuple[str, str], fie
     chosen, rejected = (read_prompt(need(row, name, where, "prompt_field"), where, name) for name in pair)
     if isinstance(chosen, str) or isinstance(rejected, str):
         raise InputError(
-            f"{where}: there is no prompt beside '{pair[0]}' and '{pair[1]}', which hold texts: where the prompt in them "
-            "ends is not sure",
+            f"{where}: there is no prompt beside '{pair[0]}' and '{pair[1]}', which hold texts: where the prompt in "
+            "them ends is not sure",
             hint="set data.prompt_field to a field with the prompt, or give whole conversations in both fields",
         )
     if chosen[-1]["role"] != MODEL or rejected[-1]["role"] != MODEL or chosen[:-1] != rejected[:-1]:

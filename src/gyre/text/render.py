@@ -31,6 +31,8 @@ def render_prompt(
     ConfigError: a template without a place for the prompt or the system message.
     """
     check_template(template, system)
+    if template == "chat" and (system or any(message["role"] == "system" for message in _messages(prompt))):
+        check_system(tokenizer, options)
     (text,) = render_texts(tokenizer, [prompt], template=template, system=system, options=options)
     return encode_rendered(tokenizer, text, template=template), text
 
