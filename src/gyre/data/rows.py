@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from gyre.core.errors import ConfigError, InputError
+from gyre.core.hub import has_copy, is_hub_name, is_reachable, near_folders, no_copy, offline_hint
 from gyre.data.config import DataConfig
 from gyre.data.problems import Problem
 from gyre.data.turns import need, short, take_prompt
@@ -28,12 +31,8 @@ def read_rows(config: DataConfig, *, held_out: bool = False) -> Iterator[Row]:
     """Yield (where, row) in file order. `held_out` reads held_out_path or held_out_split instead."""
     if config.source == "datasets":
         return _dataset_rows(config, config.held_out_split if held_out else config.split)
-    path = Path(config.held_out_path if held_out else config.path).expanduser()
-    if not path.is_file():
-        raise InputError(
-            f"data file {path} {'is not a file' if path.exists() else 'does not exist'}",
-            hint=f"check data.{'held_out_path' if held_out else 'path'}; it is relative to where gyre was started",
-        )
+    key = "held_out_path" if held_out else "path"
+    path = _data_file(getattr(config, key), key)
     return _jsonl_rows(path) if config.source == "jsonl" else _parquet_rows(path)
 
 
@@ -142,6 +141,17 @@ def _parse_line(line: bytes, where: str) -> dict[str, Any]:
     return row
 
 
+@contextmanager
+def _without_retries(datasets: Any, *, local: bool) -> Iterator[None]:
+    """Where the hub cannot be reached, the library's own switch for that, so that it takes its cache at once."""
+    before = datasets.config.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = before or (not local and not is_reachable())
+    try:
+        yield
+    finally:
+        datasets.config.HF_HUB_OFFLINE = before
+
+
 def _parquet_rows(path: Path) -> Iterator[Row]:
     try:
         import pyarrow
@@ -161,21 +171,70 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
         ) from error
 
 
+def refuse_missing_data(config: DataConfig) -> None:
+    """InputError for a file, folder or data set that is not there. Reads and downloads nothing."""
+    if config.source != "datasets":
+        for key in ("path", "held_out_path"):
+            if value := getattr(config, key):
+                _data_file(value, key)
+        return
+    path = Path(config.path).expanduser()
+    if not path.exists():
+        _refuse_unknown_set(config.path, path)
+
+
+def _data_file(value: str, key: str) -> Path:
+    path = Path(value).expanduser()
+    if not path.is_file():
+        raise InputError(
+            f"data file {path} {'is not a file' if path.exists() else 'does not exist'}{near_folders(path)}",
+            hint=f"check data.{key}; it is relative to where gyre was started",
+        )
+    return path
+
+
+def _refuse_unknown_set(name: str, path: Path) -> None:
+    """InputError for a name that the hub has not, or that can be had from nowhere."""
+    if not is_hub_name(name):
+        raise InputError(
+            f"data set {name} does not exist{near_folders(path)}",
+            hint="check data.path: a folder written by save_to_disk, or a hub name such as openai/gsm8k",
+        )
+    if not _has_built_copy(name) and not is_reachable():
+        raise InputError(no_copy(name, "data set"), hint=offline_hint("data set"))
+
+
+def _has_built_copy(name: str) -> bool:
+    """Whether the cache of `datasets` holds the data set, or the hub's cache its files."""
+    cache = Path(os.environ.get("HF_DATASETS_CACHE") or Path(_hf_home()) / "datasets").expanduser()
+    return has_copy(name, kind="dataset") or (cache / name.replace("/", "___")).is_dir()
+
+
+def _hf_home() -> str:
+    from huggingface_hub import constants
+
+    return constants.HF_HOME
+
+
 def _dataset_rows(config: DataConfig, split: str) -> Iterator[Row]:
+    path = Path(config.path).expanduser()
+    if not path.exists():
+        _refuse_unknown_set(config.path, path)  # before the library is loaded, and tries for half a minute
     try:
         import datasets
         from datasets.exceptions import DatasetsError
     except ImportError as error:
         raise InputError('data.source = "datasets" needs the library', hint='pip install "gyre-rl[data]"') from error
-    path = Path(config.path).expanduser()
     try:
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
             found = datasets.load_from_disk(str(path))
         else:
-            found = datasets.load_dataset(config.path, config.name or None)
-    except (OSError, ValueError, DatasetsError) as error:
+            with _without_retries(datasets, local=path.exists()):
+                found = datasets.load_dataset(config.path, config.name or None)
+    except (OSError, ValueError, RecursionError, DatasetsError) as error:
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InputError(
-            f"data set {config.path} cannot be loaded: {str(error).strip().splitlines()[0]}",
+            f"data set {config.path} cannot be loaded: {said}",
             hint="check data.path and data.name; a hub name needs network access or a filled cache",
         ) from error
     if isinstance(found, dict):

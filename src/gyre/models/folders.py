@@ -1,5 +1,5 @@
-"""Model folders: finds a checkpoint's folder. In: a folder or hub name. Out: the folder. Imports no torch, so that a name
-that does not exist is refused at once. Callers: hub_files, wire.
+"""Model folders: finds a checkpoint's folder. In: a folder or hub name. Out: the folder. Imports no torch, so that a
+name that does not exist is refused at once. Callers: hub_files, wire.
 """
 
 from __future__ import annotations

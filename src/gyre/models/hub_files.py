@@ -18,7 +18,7 @@ from gyre.core.jsonfile import read_json
 from gyre.models.folders import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, find_folder
 from gyre.models.hub_schema import read_weight_map
 
-__all__ = ["find_folder", "open_file", "open_tensors", "read_json"]
+__all__ = ["CONFIG_FILE", "INDEX_FILE", "WEIGHTS_FILE", "find_folder", "open_file", "open_tensors", "read_json"]
 
 SCALAR_HEAD_FILE = "scalar_head.safetensors"
 SCALAR_HEAD_TENSOR = "scalar_head.weight"

@@ -1,6 +1,6 @@
-"""Schemas of a model's files: config.json as far as we read it, and the index of its shards. In: a mapping or a path. Out:
-nothing, or an InputError that names the key; an index's table. What a value means is `spec`'s matter. Callers: spec,
-hub_files.
+"""Schemas of a model's files: config.json as far as we read it, and the index of its shards. In: a mapping or a path.
+Out: nothing, or an InputError that names the key; an index's table. What a value means is `spec`'s matter. Callers:
+spec, hub_files.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def read_weight_map(path: Path) -> Mapping[str, str]:
         name = PurePosixPath(shard)
         if len(name.parts) != 1 or name.parts[0] in ("..", "/") or name.suffix != ".safetensors" or "\0" in shard:
             raise InputError(
-                f"{path}: weight_map.{tensor} = {shard[:80]!r}; need the name of a .safetensors file in the same folder",
+                f"{path}: weight_map.{tensor} = {shard[:80]!r}; need the name of a .safetensors file beside it",
                 hint="copy the folder again from its source",
             )
     return weight_map

@@ -276,6 +276,6 @@ def checked(spec: ModelSpec) -> ModelSpec:
             f"{spec.num_heads} attention heads cannot share {spec.num_kv_heads} KV heads evenly",
             hint="make num_heads a multiple of num_kv_heads",
         )
-    if spec.head_dim % 2:
-        raise InputError(f"head_dim = {spec.head_dim}: rotary embedding needs an even number")
+    if spec.head_dim % 2 or spec.head_dim < 2:
+        raise InputError(f"head_dim = {spec.head_dim}: rotary embedding needs an even number, 2 or more")
     return spec

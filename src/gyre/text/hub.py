@@ -1,5 +1,5 @@
 """Hub tokenizers: folders and names that transformers loads. In: a folder or name. Out: its tokenizer, chat template
-and end tokens. Nothing of a folder is executed: no Python (trust_remote_code=False), and its template runs in a process of
+and end tokens. Nothing of a folder is executed: no Python (trust_remote_code=False); its template runs in a process of
 its own. transformers is imported on first use only. Caller: tokenizer.
 """
 
