@@ -166,7 +166,9 @@ def test_no_code_of_a_folder_is_run_and_nothing_is_asked(tmp_path: Path, monkeyp
     settings = {"tokenizer_class": "EvilTokenizer", "auto_map": {"AutoTokenizer": ["evil.EvilTokenizer", None]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "<|im_end|>"}))
     (folder / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil"}}))
-    (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass EvilTokenizer: ...\nclass Evil: ...\n")
+    (folder / "evil.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w')\nclass EvilTokenizer: ...\nclass Evil: ...\n"
+    )
 
     def asked(*_: object) -> str:
         (tmp_path / "asked").touch()

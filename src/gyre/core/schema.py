@@ -28,11 +28,13 @@ def check(content: Mapping[str, Any], schema: type[S], where: str) -> S:
     try:
         return schema.model_validate(dict(content))
     except ValidationError as error:
-        faults = error.errors()
-        key = ".".join(str(part) for part in _in_file(faults[0]["loc"], content))
-        same = [fault for fault in faults if fault["loc"][:1] == faults[0]["loc"][:1]]
-        rules = " or ".join(dict.fromkeys(_rule(fault["msg"]) for fault in same))
+        first = error.errors()[0]["loc"][:1]
+        placed = [(_in_file(fault["loc"], content), fault) for fault in error.errors() if fault["loc"][:1] == first]
+        key = max((place for place, _ in placed), key=len)  # members of a union are refused at different depths
+        faults = [fault for place, fault in placed if place == key]
+        rules = " or ".join(dict.fromkeys(_rule(fault["msg"]) for fault in faults))
         got = "is missing" if faults[0]["type"] == "missing" else f"= {_show(faults[0]['input'])}"
+        key = ".".join(str(part) for part in key)
         raise InputError(
             f"{where}: {key} {got}; need {rules}",
             hint="copy the file again from its source, or correct the key",
