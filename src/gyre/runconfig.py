@@ -185,8 +185,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", hint="give the path of a run's TOML file") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is no TOML: {error}", hint="see configs/ for examples") from error
+    except (ValueError, RecursionError) as error:  # ValueError: of UTF-8, of TOML, of a number with too many digits
+        raise ConfigError(f"{path} is no TOML: {_first(error)}", hint="see configs/ for examples") from error
 
 
 def apply_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -247,7 +247,15 @@ def _read_value(text: str) -> Any:
         read = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
+    except (ValueError, RecursionError) as error:  # a number with too many digits, lists too deep in each other
+        raise ConfigError(
+            f"--set with a value that begins {text[:40]!r}: {_first(error)}", hint="give a value that the key takes"
+        ) from error
     return read["value"] if len(read) == 1 else text
+
+
+def _first(error: Exception) -> str:
+    return "nested too deep" if isinstance(error, RecursionError) else str(error)[:300]
 
 
 def _describe_faults(error: ValidationError, tree: Mapping[str, Any]) -> list[str]:

@@ -149,7 +149,7 @@ def test_template_that_refuses_is_an_error_of_the_user(tmp_path: Path) -> None:
 
 
 def test_tokenizer_without_end_token_is_refused(tmp_path: Path) -> None:
-    folder = hub_folder(tmp_path, "llama")
+    folder = hub_folder(tmp_path, "llama", chat=False)
     (folder / "generation_config.json").unlink()
     config = json.loads((folder / "tokenizer_config.json").read_text())
     del config["eos_token"]

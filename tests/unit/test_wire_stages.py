@@ -147,7 +147,7 @@ def test_eval_asks_the_problems_that_the_run_asked(tmp_path, monkeypatch):
 
     policy = SimpleNamespace(tokenizer=TOKENIZER, spec=SimpleNamespace(context_tokens=CONTEXT_TOKENS))
     for name, stand_in in (("load_policy", policy), ("make_engine", Nothing()), ("make_scorer", Nothing())):
-        monkeypatch.setattr(commands, name, lambda *args, stand_in=stand_in: stand_in)
+        monkeypatch.setattr(commands, name, lambda *args, stand_in=stand_in, **_: stand_in)
     monkeypatch.setattr(commands, "make_judge", lambda *args: Judge())
     config = online(tmp_path)
     of_the_run = load_online(config).eval_prompts

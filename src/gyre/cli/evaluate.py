@@ -9,12 +9,14 @@ from typing import Any
 
 from gyre.cli.loading import loading
 from gyre.wire.folders import find_model
+from gyre.wire.names import refuse_missing_data_of
 
 
 def run_eval(
     target: Path, config: Path | None, overrides: list[str], *, num_problems: int, quiet: bool
 ) -> Mapping[str, Any]:
-    model, settings = find_model(target, config, overrides)  # refused before torch is loaded
+    model, settings = find_model(target, config, overrides)
+    refuse_missing_data_of(settings)  # before torch is loaded
     with loading():
         from gyre.wire.commands import evaluate
 

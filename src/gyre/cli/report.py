@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from gyre.core.errors import InputError
+from gyre.wire.folders import why_missing
 
 
 def run_report(run: Path, *, quiet: bool) -> Mapping[str, Any]:
     if not (run / "events.jsonl").is_file():
-        raise InputError(f"{run} is no run folder: it has no events.jsonl", hint="give a folder under runs/")
+        raise InputError(
+            f"{run} is no run folder{why_missing(run) or ': it has no events.jsonl'}", hint="give a folder under runs/"
+        )
     from gyre.observe.report import write_report
 
     path = write_report(run)

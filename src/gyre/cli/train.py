@@ -9,6 +9,7 @@ from typing import Any
 
 from gyre.cli.loading import loading
 from gyre.core.errors import ConfigError
+from gyre.wire.names import refuse_missing_names
 from gyre.wire.order import read_order
 
 STAGES = ("all", "cold_start", "main")
@@ -37,7 +38,8 @@ def run_train(
             f"gyre train {resume / 'config.toml'} --set KEY=VALUE (with model.path={resume / 'export'}, once it is "
             "there, from the weights that this one came to)",
         )
-    read_order(config, overrides, resume=resume, stage=stage, check_goal=check_goal)  # refused before torch is loaded
+    order = read_order(config, overrides, resume=resume, stage=stage, check_goal=check_goal)
+    refuse_missing_names(order.config)  # before torch is loaded
     with loading():
         from gyre.wire.commands import train
 

@@ -50,7 +50,9 @@ class DataConfig(Section):
     """Share of prompts held out, decided by a hash of the prompt's text alone; unused with held_out_path or _split."""
 
     prompt_field: str = "prompt"
-    """Row field with the prompt: a text, or a list of {"role", "content"} messages."""
+    """Row field with the prompt: a text, or a list of {"role", "content"} messages. Of a list that ends with the
+    assistant's turn, what is before that turn; it is refused where another field holds a response too. Where it is
+    missing, or is chosen_field or rejected_field, the prompt is the turns that these two conversations share."""
 
     answer_field: str = "answer"
     """Row field with the right answer; empty when rewards need none (tests, reward model)."""
@@ -59,7 +61,7 @@ class DataConfig(Section):
     """Regular expression found in the answer field; the first group (or all) of its last match is the answer."""
 
     response_field: str = "response"
-    """Row field with the response to learn (sft)."""
+    """Row field with the response to learn (sft): a text, or a conversation that ends with it. May be prompt_field."""
 
     chosen_field: str = "chosen"
     """Row field with the better response (rm, dpo)."""
@@ -68,10 +70,12 @@ class DataConfig(Section):
     """Row field with the worse response (rm, dpo)."""
 
     system: str = ""
-    """System message before each prompt, for example one that asks for <think>…</think><answer>…</answer>."""
+    """System message before each prompt, for example one that asks for <think>…</think><answer>…</answer>. Refused
+    where the template has no place for it."""
 
     template: str = "chat"
-    """"chat" (the tokenizer's chat template) or a text with {prompt} and perhaps {system}."""
+    """"chat" (the tokenizer's chat template) or a text with {prompt}, and {system} where `system` is set. BOS is put
+    before the text where the vocabulary wants one and the text does not spell it."""
 
     template_options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the chat template, for example enable_thinking = false for Qwen3."""
@@ -97,4 +101,9 @@ class DataConfig(Section):
             raise ValueError(f'source = "{self.source}" takes held_out_path, not held_out_split')
         if self.template != "chat" and "{prompt}" not in self.template:
             raise ValueError(f'template = {self.template!r}: need "chat" or a text that holds {{prompt}}')
+        if self.template != "chat" and self.system and "{system}" not in self.template:
+            raise ValueError(
+                f"system is set, and template = {self.template!r} has no {{system}} where it could stand: put it "
+                "there, or leave system out"
+            )
         return self

@@ -14,10 +14,10 @@ from gyre.core.records import Prompt, TrainSequence
 from gyre.core.seeds import derive_seed
 from gyre.data.config import DataConfig
 from gyre.data.problems import Problem, by_prompt, prompt_key
-from gyre.data.rows import read_response
-from gyre.data.sources import Overlong, encode_prompt, read_split, report_loaded, source_name
+from gyre.data.sources import Overlong, encode_prompts, read_split, report_loaded, source_name
 from gyre.data.tasks import Check, Emit, answer_checker
 from gyre.data.traces import Trace, traced_tasks, write_trace
+from gyre.data.turns import read_response
 from gyre.text.render import r1_response, render_example
 from gyre.text.tokenizer import Tokenizer, plain_chat
 
@@ -38,7 +38,8 @@ def load_examples(config: DataConfig, tokenizer: Tokenizer, *, emit: Emit) -> Ex
     overlong = Overlong(config)
     halves = []
     for problems in (split.train, split.held_out):
-        built = (_build(problem, config, tokenizer, responder, overlong) for problem in problems)
+        encoded = encode_prompts(problems, config, tokenizer, overlong)
+        built = (_build(problem, prompt, tokenizer, responder, overlong) for problem, prompt in encoded)
         halves.append(tuple(sequence for sequence in built if sequence is not None))
     report_loaded(
         config, split, overlong, train=halves[0], held_out=halves[1], emit=emit, untraced=responder.num_untraced
@@ -58,6 +59,10 @@ def tokenizer_texts(config: DataConfig, *, num_texts: int, emit: Emit) -> list[s
         if procedural:
             trace = write_trace(problem.task)
             response = r1_response(trace.think, trace.answer) if trace else ""
+        elif isinstance(response, list):
+            response = read_response(
+                problem.fields, config.response_field, problem.where, "response_field", problem.prompt
+            )
         texts.append(plain_chat([*system, *messages]) + (response if isinstance(response, str) else ""))
     return texts
 
@@ -91,7 +96,9 @@ class Responder:
         return trace_text(trace)
 
     def _response_of_row(self, problem: Problem) -> str:
-        return read_response(problem.fields, self._config.response_field, problem.where, "response_field")
+        return read_response(
+            problem.fields, self._config.response_field, problem.where, "response_field", problem.prompt
+        )
 
 
 def need_traces(config: DataConfig) -> None:
@@ -118,13 +125,10 @@ def to_sequence(prompt: Prompt, response: str, tokenizer: Tokenizer) -> TrainSeq
 
 
 def _build(
-    problem: Problem, config: DataConfig, tokenizer: Tokenizer, responder: Responder, overlong: Overlong
+    problem: Problem, prompt: Prompt, tokenizer: Tokenizer, responder: Responder, overlong: Overlong
 ) -> TrainSequence | None:
-    prompt = encode_prompt(problem, config, tokenizer)
-    if not overlong.keeps_prompt(prompt, problem):
-        return None
     response = responder.response(problem)
-    if response is None:
+    if response is None or not overlong.keeps_response(response, tokenizer, problem):
         return None
     sequence = to_sequence(prompt, response, tokenizer)
     return sequence if overlong.keeps_sequence(sequence.tokens.size, problem) else None

@@ -11,15 +11,15 @@ import random
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
-from gyre.core.records import TrainSequence
+from gyre.core.records import Prompt, TrainSequence
 from gyre.core.seeds import derive_seed
 from gyre.data.config import DataConfig
 from gyre.data.examples import need_traces, states_answer_only, to_sequence, trace_text
 from gyre.data.problems import Problem, by_prompt, prompt_key
-from gyre.data.rows import read_response
-from gyre.data.sources import Overlong, encode_prompt, read_split, report_loaded, source_name
+from gyre.data.sources import Overlong, encode_prompts, read_split, report_loaded, source_name
 from gyre.data.tasks import Check, Emit, answer_checker
 from gyre.data.traces import corrupt_trace, write_trace
+from gyre.data.turns import read_response
 from gyre.text.render import r1_response
 from gyre.text.tokenizer import Tokenizer
 
@@ -44,7 +44,8 @@ def load_pairs(config: DataConfig, tokenizer: Tokenizer, *, emit: Emit) -> PairS
     overlong = Overlong(config)
     halves: list[tuple[Pair, ...]] = []
     for problems in (split.train, split.held_out):
-        built = (_build(problem, config, tokenizer, writer, overlong) for problem in problems)
+        encoded = encode_prompts(problems, config, tokenizer, overlong)
+        built = (_build(problem, prompt, tokenizer, writer, overlong) for problem, prompt in encoded)
         kept = [pair for pair in built if pair is not None]
         halves.append(tuple(_number(pair, index) for index, pair in enumerate(kept)))
     report_loaded(
@@ -82,8 +83,8 @@ class PairWriter:
     def _responses_of_row(self, problem: Problem) -> tuple[str, str]:
         chosen, rejected = self._config.chosen_field, self._config.rejected_field
         return (
-            read_response(problem.fields, chosen, problem.where, "chosen_field"),
-            read_response(problem.fields, rejected, problem.where, "rejected_field"),
+            read_response(problem.fields, chosen, problem.where, "chosen_field", problem.prompt),
+            read_response(problem.fields, rejected, problem.where, "rejected_field", problem.prompt),
         )
 
     def _traced(self, problem: Problem, check: Check) -> tuple[str, str] | None:
@@ -101,13 +102,10 @@ class PairWriter:
 
 
 def _build(
-    problem: Problem, config: DataConfig, tokenizer: Tokenizer, writer: PairWriter, overlong: Overlong
+    problem: Problem, prompt: Prompt, tokenizer: Tokenizer, writer: PairWriter, overlong: Overlong
 ) -> Pair | None:
-    prompt = encode_prompt(problem, config, tokenizer)
-    if not overlong.keeps_prompt(prompt, problem):
-        return None
     responses = writer.responses(problem)
-    if responses is None:
+    if responses is None or not all(overlong.keeps_response(response, tokenizer, problem) for response in responses):
         return None
     chosen, rejected = (to_sequence(prompt, response, tokenizer) for response in responses)
     longest = max(chosen.tokens.size, rejected.tokens.size)

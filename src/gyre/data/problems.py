@@ -8,11 +8,15 @@ Callers: rows, tasks, sources, examples, pairs.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Iterable, Mapping
+import re
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from gyre.core.seeds import derive_seed
+
+CUT_CHARS = 1 << 16
+_SPACE = re.compile(r"\s")
 
 Prompting = str | tuple[Mapping[str, str], ...]  # a text of the user, or a conversation
 
@@ -40,7 +44,16 @@ class Split:
 def prompt_key(prompt: Prompting) -> str:
     """The prompt's text without differences of white space: equal keys are the same prompt."""
     text = prompt if isinstance(prompt, str) else json.dumps([dict(m) for m in prompt], sort_keys=True)
-    return " ".join(text.split())
+    return " ".join(piece for piece in (" ".join(part.split()) for part in _parts(text)) if piece)
+
+
+def _parts(text: str) -> Iterator[str]:
+    """The text cut at white space about every CUT_CHARS: splitting a long one whole takes many times its memory."""
+    start = 0
+    while len(text) - start > CUT_CHARS and (found := _SPACE.search(text, start + CUT_CHARS)):
+        yield text[start : found.start()]
+        start = found.end()
+    yield text[start:]
 
 
 def is_held_out(key: str, fraction: float) -> bool:

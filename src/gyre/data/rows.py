@@ -8,29 +8,31 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from gyre.core.errors import ConfigError, InputError
+from gyre.core.hub import has_copy, is_hub_name, is_reachable, near_folders, no_copy, offline_hint
 from gyre.data.config import DataConfig
-from gyre.data.problems import Problem, Prompting
+from gyre.data.problems import Problem
+from gyre.data.turns import need, short, take_prompt
 
 Row = tuple[str, dict[str, Any]]  # where, fields
+
+MAX_DEPTH = 64  # lists and tables in each other; as_json, the codec and Python's json recurse
 
 
 def read_rows(config: DataConfig, *, held_out: bool = False) -> Iterator[Row]:
     """Yield (where, row) in file order. `held_out` reads held_out_path or held_out_split instead."""
     if config.source == "datasets":
         return _dataset_rows(config, config.held_out_split if held_out else config.split)
-    path = Path(config.held_out_path if held_out else config.path).expanduser()
-    if not path.is_file():
-        raise InputError(
-            f"data file {path} {'is not a file' if path.exists() else 'does not exist'}",
-            hint=f"check data.{'held_out_path' if held_out else 'path'}; it is relative to where gyre was started",
-        )
+    key = "held_out_path" if held_out else "path"
+    path = _data_file(getattr(config, key), key)
     return _jsonl_rows(path) if config.source == "jsonl" else _parquet_rows(path)
 
 
@@ -46,63 +48,48 @@ def to_problems(rows: Iterable[Row], config: DataConfig, *, with_answers: bool) 
     named = (config.prompt_field, config.answer_field, config.response_field)
     taken = {*named, config.chosen_field, config.rejected_field}
     for where, row in rows:
+        check_values(row, where)
         task = {name: as_json(value) for name, value in row.items() if name not in taken}
         if with_answers and config.answer_field:
             answer = need(row, config.answer_field, where, "answer_field", '; "" if no reward needs an answer')
             task["answer"] = _extract(answer, pattern, where, config)
-        prompt = read_prompt(need(row, config.prompt_field, where, "prompt_field"), where, config.prompt_field)
-        yield Problem(where=where, prompt=prompt, task=task, fields=row)
+        yield Problem(where=where, prompt=take_prompt(row, where, config), task=task, fields=row)
 
 
-def need(row: Mapping[str, Any], field: str, where: str, key: str, also: str = "") -> Any:
-    """The value of a field that must be there and not null."""
-    if row.get(field) is None:
-        state = "is null" if field in row else "is missing"
-        raise InputError(
-            f"{where}: field '{field}' {state}; the row has {', '.join(row) or 'no fields'}",
-            hint=f"set data.{key} to the field that holds it{also}, or repair the row",
-        )
-    return row[field]
-
-
-def read_prompt(value: Any, where: str, field: str) -> Prompting:
-    if isinstance(value, str) and value.strip():
-        return value
-    if isinstance(value, list) and value and all(_is_message(item) for item in value):
-        return tuple({"role": item["role"], "content": item["content"]} for item in value)
+def check_values(row: Mapping[str, Any], where: str) -> None:
+    """InputError for a row nested deeper than MAX_DEPTH: what holds rows later walks them by recursion."""
+    level: list[Any] = [row]
+    for _ in range(MAX_DEPTH):
+        level = [inside for value in level for inside in _inside(value)]
+        if not level:
+            return
     raise InputError(
-        f"{where}: field '{field}' holds {_short(value)}; need a text or a list of messages",
-        hint='a message is {"role": "user", "content": "…"}; empty prompts are refused',
+        f"{where}: the row is nested deeper than {MAX_DEPTH} levels",
+        hint="flatten it, or put the nested value into a text",
     )
 
 
-def read_response(row: Mapping[str, Any], field: str, where: str, key: str) -> str:
-    """A response: a text, or a conversation whose last message is the assistant's."""
-    value = need(row, field, where, key)
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list) and value and _is_message(value[-1]) and value[-1]["role"] == "assistant":
-        return value[-1]["content"]
-    raise InputError(
-        f"{where}: field '{field}' holds {_short(value)}; need a text or messages that end with the assistant's",
-        hint=f"set data.{key} to the field with the response, or repair the row",
+def _inside(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return (item for item in value.values() if isinstance(item, (Mapping, list, tuple)))
+    return (
+        (item for item in value if isinstance(item, (Mapping, list, tuple))) if isinstance(value, list | tuple) else ()
     )
 
 
 def as_json(value: Any) -> Any:
-    """The value as JSON has it: tuples become lists, numpy numbers plain ones, anything else its text."""
+    """The value as JSON and records have it: tuples become lists, numpy numbers plain ones, an integer past 64 bits its
+    digits, anything else its text."""
     if isinstance(value, Mapping):
         return {str(name): as_json(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [as_json(item) for item in value]
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        return str(value)
     if value is None or isinstance(value, (str, bool, int, float)):
         return value
     tolist = getattr(value, "tolist", None)  # numpy scalars and arrays
     return as_json(tolist()) if callable(tolist) else str(value)
-
-
-def _is_message(item: Any) -> bool:
-    return isinstance(item, dict) and isinstance(item.get("role"), str) and isinstance(item.get("content"), str)
 
 
 def _extract(answer: Any, pattern: re.Pattern[str] | None, where: str, config: DataConfig) -> Any:
@@ -112,7 +99,7 @@ def _extract(answer: Any, pattern: re.Pattern[str] | None, where: str, config: D
     if not matches:
         raise InputError(
             f"{where}: data.answer_pattern {config.answer_pattern!r} is not found in field '{config.answer_field}', "
-            f"which holds {_short(answer)}",
+            f"which holds {short(answer)}",
             hint=r"correct the pattern ('#### (.+)' for GSM8K) or the row",
         )
     return matches[-1].group(1 if pattern.groups else 0).strip()
@@ -134,7 +121,7 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
 def _parse_line(line: bytes, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line.decode("utf-8-sig"))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: of UTF-8, of JSON, of an integer with too many digits
         raise InputError(
             f"{where}: not a JSON object in UTF-8: {error}; the line begins {line[:60]!r}",
             hint="JSONL has one JSON object a line; a JSON array or a pretty-printed file must be converted",
@@ -149,9 +136,20 @@ def _parse_line(line: bytes, where: str) -> dict[str, Any]:
             ) from error
     if not isinstance(row, dict):
         raise InputError(
-            f"{where}: need a JSON object with named fields, got {_short(row)}", hint="JSONL has one object a line"
+            f"{where}: need a JSON object with named fields, got {short(row)}", hint="JSONL has one object a line"
         )
     return row
+
+
+@contextmanager
+def _without_retries(datasets: Any, *, local: bool) -> Iterator[None]:
+    """Where the hub cannot be reached, the library's own switch for that, so that it takes its cache at once."""
+    before = datasets.config.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = before or (not local and not is_reachable())
+    try:
+        yield
+    finally:
+        datasets.config.HF_HUB_OFFLINE = before
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:
@@ -173,21 +171,70 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
         ) from error
 
 
+def refuse_missing_data(config: DataConfig) -> None:
+    """InputError for a file, folder or data set that is not there. Reads and downloads nothing."""
+    if config.source != "datasets":
+        for key in ("path", "held_out_path"):
+            if value := getattr(config, key):
+                _data_file(value, key)
+        return
+    path = Path(config.path).expanduser()
+    if not path.exists():
+        _refuse_unknown_set(config.path, path)
+
+
+def _data_file(value: str, key: str) -> Path:
+    path = Path(value).expanduser()
+    if not path.is_file():
+        raise InputError(
+            f"data file {path} {'is not a file' if path.exists() else 'does not exist'}{near_folders(path)}",
+            hint=f"check data.{key}; it is relative to where gyre was started",
+        )
+    return path
+
+
+def _refuse_unknown_set(name: str, path: Path) -> None:
+    """InputError for a name that the hub has not, or that can be had from nowhere."""
+    if not is_hub_name(name):
+        raise InputError(
+            f"data set {name} does not exist{near_folders(path)}",
+            hint="check data.path: a folder written by save_to_disk, or a hub name such as openai/gsm8k",
+        )
+    if not _has_built_copy(name) and not is_reachable():
+        raise InputError(no_copy(name, "data set"), hint=offline_hint("data set"))
+
+
+def _has_built_copy(name: str) -> bool:
+    """Whether the cache of `datasets` holds the data set, or the hub's cache its files."""
+    cache = Path(os.environ.get("HF_DATASETS_CACHE") or Path(_hf_home()) / "datasets").expanduser()
+    return has_copy(name, kind="dataset") or (cache / name.replace("/", "___")).is_dir()
+
+
+def _hf_home() -> str:
+    from huggingface_hub import constants
+
+    return constants.HF_HOME
+
+
 def _dataset_rows(config: DataConfig, split: str) -> Iterator[Row]:
+    path = Path(config.path).expanduser()
+    if not path.exists():
+        _refuse_unknown_set(config.path, path)  # before the library is loaded, and tries for half a minute
     try:
         import datasets
         from datasets.exceptions import DatasetsError
     except ImportError as error:
         raise InputError('data.source = "datasets" needs the library', hint='pip install "gyre-rl[data]"') from error
-    path = Path(config.path).expanduser()
     try:
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
             found = datasets.load_from_disk(str(path))
         else:
-            found = datasets.load_dataset(config.path, config.name or None)
-    except (OSError, ValueError, DatasetsError) as error:
+            with _without_retries(datasets, local=path.exists()):
+                found = datasets.load_dataset(config.path, config.name or None)
+    except (OSError, ValueError, RecursionError, DatasetsError) as error:
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InputError(
-            f"data set {config.path} cannot be loaded: {str(error).strip().splitlines()[0]}",
+            f"data set {config.path} cannot be loaded: {said}",
             hint="check data.path and data.name; a hub name needs network access or a filled cache",
         ) from error
     if isinstance(found, dict):
@@ -204,8 +251,3 @@ def _dataset_rows(config: DataConfig, split: str) -> Iterator[Row]:
         )
     for number, row in enumerate(found, start=1):
         yield f"{config.path}[{split}]:{number}", dict(row)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}…"

@@ -1,13 +1,14 @@
 """Sources: problems become prompts, and records become an endless, resumable order. In: DataConfig and a tokenizer.
 Out: `PromptSet`, and `ShuffledSource`, which implements PromptSource for prompts and for training sequences.
 
-Everything dropped is counted in one event, data.loaded. Callers: examples, pairs, wire, cli.data.
+Everything dropped is counted in one event, data.loaded, and so are conversations whose last turn, the assistant's, is
+no part of the prompt (split_turns). Callers: examples, pairs, wire, cli.data.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -21,10 +22,14 @@ from gyre.data.config import DataConfig
 from gyre.data.problems import Problem, Split, by_prompt, prompt_key, split_by_file, split_by_hash
 from gyre.data.rows import read_rows, to_problems
 from gyre.data.tasks import Emit, generate_problems
-from gyre.text.render import render_prompt
+from gyre.data.turns import is_split
+from gyre.text.render import check_system, check_template, encode_rendered, render_texts
 from gyre.text.tokenizer import Tokenizer
 
 Record = TypeVar("Record")
+
+BATCH_ROWS, BATCH_CHARS = 64, 1 << 20  # rendered at once
+LONG_CHARS = 1 << 15  # a text of fewer characters is encoded without a look at its length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +48,7 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, *, emit: Emit) -> Pro
     overlong = Overlong(config)
     halves = []
     for problems in (split.train, split.held_out):
-        prompts = (encode_prompt(problem, config, tokenizer) for problem in problems)
-        halves.append(tuple(p for p, at in zip(prompts, problems, strict=True) if overlong.keeps_prompt(p, at)))
+        halves.append(tuple(prompt for _, prompt in encode_prompts(problems, config, tokenizer, overlong)))
     report_loaded(config, split, overlong, train=halves[0], held_out=halves[1], emit=emit)
     return PromptSet(source=source, train=halves[0], held_out=halves[1])
 
@@ -69,20 +73,73 @@ def read_split(
     return split_by_hash(problems, config.held_out_fraction, identity)
 
 
-def encode_prompt(problem: Problem, config: DataConfig, tokenizer: Tokenizer) -> Prompt:
-    try:
-        tokens, text = render_prompt(
-            tokenizer,
-            problem.prompt,
-            template=config.template,
-            system=config.system,
-            options=config.template_options,
+def encode_prompts(
+    problems: Iterable[Problem], config: DataConfig, tokenizer: Tokenizer, overlong: Overlong
+) -> Iterator[tuple[Problem, Prompt]]:
+    """Render and encode; prompts that are too long are left out, or an error, before they are encoded whole."""
+    check_template(config.template, config.system)
+    checked, source, template = False, source_name(config), config.template
+    for batch in _batches(
+        problem for problem in problems if overlong.keeps_text(_last_text(problem), tokenizer, problem)
+    ):
+        if template == "chat" and not checked and (config.system or any(_has_system(problem) for problem in batch)):
+            check_system(tokenizer, config.template_options)
+            checked = True
+        for problem, text in zip(batch, _render(batch, config, tokenizer), strict=True):
+            if not overlong.keeps_text(text, tokenizer, problem):
+                continue
+            try:
+                tokens = encode_rendered(tokenizer, text, template=template)
+            except InputError as error:
+                raise InputError(f"{problem.where}: {error.message}", hint=error.hint) from error
+            prompt_id = f"{derive_seed(source, prompt_key(problem.prompt)):016x}"
+            prompt = Prompt(prompt_id=prompt_id, tokens=tokens, text=text, task=problem.task, source=source)
+            if overlong.keeps_prompt(prompt, problem):
+                yield problem, prompt
+
+
+def _render(batch: Sequence[Problem], config: DataConfig, tokenizer: Tokenizer) -> list[str]:
+    """The texts of a batch. Where it is refused, one by one, to name the row."""
+
+    def render(problems: Sequence[Problem]) -> list[str]:
+        prompts, system = [problem.prompt for problem in problems], config.system
+        return render_texts(
+            tokenizer, prompts, template=config.template, system=system, options=config.template_options
         )
+
+    try:
+        return render(batch)
     except InputError as error:
-        raise InputError(f"{problem.where}: {error.message}", hint=error.hint) from error
-    source = source_name(config)
-    prompt_id = f"{derive_seed(source, prompt_key(problem.prompt)):016x}"
-    return Prompt(prompt_id=prompt_id, tokens=tokens, text=text, task=problem.task, source=source)
+        for problem in batch if len(batch) > 1 else ():
+            _render([problem], config, tokenizer)
+        raise InputError(f"{batch[0].where}: {error.message}", hint=error.hint) from error
+
+
+def _batches(problems: Iterable[Problem]) -> Iterator[list[Problem]]:
+    """BATCH_ROWS problems, or fewer when their prompts are long."""
+    batch: list[Problem] = []
+    num_chars = 0
+    for problem in problems:
+        batch.append(problem)
+        num_chars += sum(map(len, _texts(problem)))
+        if len(batch) == BATCH_ROWS or num_chars > BATCH_CHARS:
+            yield batch
+            batch, num_chars = [], 0
+    if batch:
+        yield batch
+
+
+def _texts(problem: Problem) -> list[str]:
+    prompt = problem.prompt
+    return [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+
+
+def _last_text(problem: Problem) -> str:
+    return _texts(problem)[-1]
+
+
+def _has_system(problem: Problem) -> bool:
+    return not isinstance(problem.prompt, str) and any(message["role"] == "system" for message in problem.prompt)
 
 
 class Overlong:
@@ -92,15 +149,30 @@ class Overlong:
         self._config = config
         self.num_dropped = 0
 
+    def keeps_text(self, text: str, tokenizer: Tokenizer, problem: Problem) -> bool:
+        """Whether a prompt's text may have few enough tokens. Looks at a text before it is encoded whole, which takes
+        many times its size in memory."""
+        return self._keeps_text(text, tokenizer, self._config.max_prompt_tokens, "prompt", problem.where)
+
+    def keeps_response(self, text: str, tokenizer: Tokenizer, problem: Problem) -> bool:
+        """As `keeps_text`, of a response."""
+        return self._keeps_text(text, tokenizer, self._config.max_sequence_tokens, "sequence", problem.where)
+
     def keeps_prompt(self, prompt: Prompt, problem: Problem) -> bool:
         return self._keeps(prompt.tokens.size, self._config.max_prompt_tokens, "prompt", problem.where)
 
     def keeps_sequence(self, num_tokens: int, problem: Problem) -> bool:
         return self._keeps(num_tokens, self._config.max_sequence_tokens, "sequence", problem.where)
 
-    def _keeps(self, num_tokens: int, limit: int, what: str, where: str) -> bool:
-        if limit == 0 or num_tokens <= limit:
+    def _keeps_text(self, text: str, tokenizer: Tokenizer, limit: int, what: str, where: str) -> bool:
+        if limit == 0 or len(text) <= LONG_CHARS or not tokenizer.is_longer(text, limit):
             return True
+        return self._refuse(f"more than {limit}", limit, what, where)
+
+    def _keeps(self, num_tokens: int, limit: int, what: str, where: str) -> bool:
+        return limit == 0 or num_tokens <= limit or self._refuse(str(num_tokens), limit, what, where)
+
+    def _refuse(self, num_tokens: str, limit: int, what: str, where: str) -> bool:
         if self._config.overlong == "error":
             raise InputError(
                 f"{where}: the {what} has {num_tokens} tokens; data.max_{what}_tokens = {limit}",
@@ -129,7 +201,8 @@ def report_loaded(
         **dropped,
     }
     source = source_name(config)
-    emit("data.loaded", source=source, train=len(train), held_out=len(held_out), dropped=reasons)
+    num_split = sum(is_split(p.fields, p.prompt, config) for p in (*split.train, *split.held_out))
+    emit("data.loaded", source=source, train=len(train), held_out=len(held_out), dropped=reasons, split_turns=num_split)
     if count := sum(reasons.values()):
         emit("drop.rows", source=source, count=count, **{reason: n for reason, n in reasons.items() if n})
     wants_held_out = config.held_out_fraction > 0 or config.held_out_path or config.held_out_split

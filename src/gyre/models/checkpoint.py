@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gyre.core.errors import InputError
-from gyre.models.hub_files import CONFIG_FILE, StoredTensor, find_folder, listed, open_tensors, read_json
+from gyre.models.hub_files import CONFIG_FILE, StoredTensor, find_folder, is_float, listed, open_tensors, read_json
 from gyre.models.names import HubEntry, hub_entries
 from gyre.models.spec import ModelSpec, spec_from_hub_config
 
@@ -96,6 +96,9 @@ def check_names_and_shapes(
     extra = sorted(name for name in tensors if name not in wanted and not name.endswith("rotary_emb.inv_freq"))
     if extra:
         faults.append(f"not part of a {spec.family} model of this config: {listed(extra)}")
+    numbers = [f"{name} is {tensors[name].dtype}" for name in wanted if name in tensors and not is_float(tensors[name])]
+    if numbers:
+        faults.append(f"no floating-point weights, as quantised models have: {listed(numbers)}")
     wrong = [
         f"{name} is {list(tensors[name].shape)}, config.json says {list(shape)}"
         for name, shape in wanted.items()

@@ -57,6 +57,11 @@ def load_scalar_head(folder: str | Path, *, device: torch.device) -> ScalarHead:
         if SCALAR_HEAD_TENSOR not in file.keys():  # noqa: SIM118  safe_open is no mapping
             raise InputError(f"{path} lacks the tensor {SCALAR_HEAD_TENSOR}")
         weight_1E = file.get_tensor(SCALAR_HEAD_TENSOR)
+    if not weight_1E.is_floating_point() or weight_1E.dim() not in (1, 2) or weight_1E.numel() != weight_1E.shape[-1]:
+        raise InputError(
+            f"{path}: {SCALAR_HEAD_TENSOR} is {weight_1E.dtype} {list(weight_1E.shape)}; need one row of floats",
+            hint="copy the folder again, or train the reward model again",
+        )
     head = ScalarHead(weight_1E.shape[-1], device=device)
     with torch.no_grad():
         head.weight.copy_(weight_1E.view(1, -1))

@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 
 from gyre.core.errors import InputError
 from gyre.models.config import ShapeConfig
+from gyre.models.hub_schema import check_config
 
 Family = Literal["llama", "qwen2", "qwen3"]
 
@@ -132,6 +133,7 @@ def spec_from_hub_config(config: Mapping[str, Any]) -> ModelSpec:
             f"config.json has model_type {family!r}; we run {', '.join(FAMILIES)} (dense)",
             hint="use a Llama 3, Qwen2.5 or Qwen3 dense checkpoint",
         )
+    check_config(config)
     refuse_unsupported(family, config)
     hidden_size, num_heads = need(config, "hidden_size"), need(config, "num_attention_heads")
     theta, scaling = rope_of(config)
@@ -274,6 +276,6 @@ def checked(spec: ModelSpec) -> ModelSpec:
             f"{spec.num_heads} attention heads cannot share {spec.num_kv_heads} KV heads evenly",
             hint="make num_heads a multiple of num_kv_heads",
         )
-    if spec.head_dim % 2:
-        raise InputError(f"head_dim = {spec.head_dim}: rotary embedding needs an even number")
+    if spec.head_dim % 2 or spec.head_dim < 2:
+        raise InputError(f"head_dim = {spec.head_dim}: rotary embedding needs an even number, 2 or more")
     return spec

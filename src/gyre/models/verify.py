@@ -14,6 +14,7 @@ import torch
 from gyre.core.errors import GyreError, SnapshotError
 from gyre.models.export import Run
 from gyre.models.hub_files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, open_tensors, read_json
+from gyre.models.hub_schema import read_weight_map
 from gyre.models.hub_tensors import HubTensors
 from gyre.models.names import HubEntry, hub_entries
 from gyre.models.spec import ModelSpec, spec_from_hub_config
@@ -52,7 +53,7 @@ def verify_runs(folder: str | Path, spec: ModelSpec, runs: Iterable[Run]) -> Non
 def _files_of(folder: Path, entries: Iterable[HubEntry]) -> dict[str, list[HubEntry]]:
     """Which hub tensors each file has, in the order of the export."""
     index = folder / INDEX_FILE
-    weight_map = read_json(index)["weight_map"] if index.is_file() else {}
+    weight_map = read_weight_map(index) if index.is_file() else {}
     files: dict[str, list[HubEntry]] = {}
     for entry in entries:
         files.setdefault(weight_map.get(entry.hub_name, WEIGHTS_FILE), []).append(entry)

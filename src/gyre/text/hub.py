@@ -1,89 +1,122 @@
-"""Hub tokenizers: folders and names that transformers loads. In: a folder or name. Out: its tokenizer, end tokens and
-rendered conversations. transformers is imported on first use only. Caller: tokenizer.
+"""Hub tokenizers: folders and names that transformers loads. In: a folder or name. Out: its tokenizer, chat template
+and end tokens. Nothing of a folder is executed: no Python (trust_remote_code=False); its template runs in a process of
+its own. transformers is imported on first use only. Caller: tokenizer.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gyre.core.errors import InputError
+from gyre.core.hub import hub_folder
+from gyre.core.jsonfile import read_json
+from gyre.text.hub_schema import check_tokenizer_files, eos_ids_of
+from gyre.text.template import ChatTemplate
+
+PATTERNS = ("*.json", "*.model", "*.txt", "*.jinja", "additional_chat_templates/*")
+PROBE = "Qz7answerprobe"  # a text that no template writes itself
 
 
-def load_hub_tokenizer(folder_or_name: str) -> tuple[Any, tuple[int, ...]]:
-    """Return (transformers fast tokenizer, ids of its end tokens with the one of the chat template first)."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubTokenizer:
+    hub: Any  # the fast tokenizer of transformers
+    template: ChatTemplate | None
+    eos_ids: tuple[int, ...]  # the one that ends a turn first
+
+
+def load_hub_tokenizer(folder_or_name: str, *, end_token: str = "") -> HubTokenizer:
+    """Load a tokenizer. `end_token` names the token that ends a turn; "" takes the chat template's. InputError: no such
+    folder or name, files that are not what they should be, no end token."""
+    folder = Path(folder_or_name)
+    if not folder.is_dir():
+        folder = hub_folder(folder_or_name, PATTERNS, what="tokenizer")
+    settings = check_tokenizer_files(folder)
+    hub = _load(folder)
+    template = _template_of(hub, folder)
+    eos_ids = tuple(settings.gyre_eos_ids or ())
+    if end_token:
+        eos_ids = tuple(dict.fromkeys((_id_of(hub, end_token, folder), *eos_ids, *_named_ends(hub, folder))))
+    elif not eos_ids:
+        eos_ids = tuple(dict.fromkeys((*_turn_end(hub, template), *_named_ends(hub, folder))))
+    size = len(hub)
+    if bad := [i for i in eos_ids if not 0 <= i < size]:
+        raise InputError(
+            f"the files of {folder} name end token {bad[0]}; the tokenizer has {size} entries",
+            hint="correct eos_token_id in generation_config.json and config.json, or copy the folder again",
+        )
+    if not eos_ids:
+        raise InputError(
+            f"the tokenizer of {folder} names no end token",
+            hint='set "eos_token" in its tokenizer_config.json, or tokenizer.end_token',
+        )
+    return HubTokenizer(hub=hub, template=template, eos_ids=eos_ids)
+
+
+def _load(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        hub = AutoTokenizer.from_pretrained(folder_or_name)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+        hub = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # the files are from elsewhere, and the library raises what comes of reading them
+        said = (str(error).strip().splitlines() or ["no reason given"])[0]
         raise InputError(
-            f"no tokenizer could be loaded from {folder_or_name}: {str(error).strip().splitlines()[0]}",
-            hint="a folder needs tokenizer.json and tokenizer_config.json; a hub name needs network access or a cache",
+            f"no tokenizer could be loaded from {folder}: {type(error).__name__}: {said[:300]}",
+            hint="a folder needs tokenizer.json and tokenizer_config.json of a class that transformers has; Python "
+            "files of a folder are never executed",
         ) from error
     if getattr(hub, "backend_tokenizer", None) is None:
         raise InputError(
-            f"the tokenizer of {folder_or_name} ({type(hub).__name__}) is not a fast tokenizer",
+            f"the tokenizer of {folder} ({type(hub).__name__}) is not a fast tokenizer",
             hint="convert it with transformers to a folder with tokenizer.json",
         )
-    eos_ids = _hub_eos_ids(folder_or_name, hub)
-    if not eos_ids:
-        raise InputError(
-            f"the tokenizer of {folder_or_name} names no end token",
-            hint='set "eos_token" in its tokenizer_config.json',
-        )
-    return hub, eos_ids
+    return hub
 
 
-def _hub_eos_ids(folder_or_name: str, hub: Any) -> tuple[int, ...]:
-    """End token of the tokenizer first (the chat template writes it), then those that the model's files add."""
-    saved = hub.init_kwargs.get("gyre_eos_ids")
-    if saved:
-        return tuple(saved)
-    found: list[Any] = [hub.eos_token_id]
+def _template_of(hub: Any, folder: Path) -> ChatTemplate | None:
+    """The template called "default", where a folder has several; None where it has none."""
+    found = hub.chat_template
+    source = found.get("default") if isinstance(found, dict) else found
+    if not source:
+        return None
+    file = folder / "chat_template.jinja"
+    where = str(file if file.is_file() else folder / "tokenizer_config.json")
+    return ChatTemplate(source, hub.special_tokens_map, where=where)
+
+
+def _turn_end(hub: Any, template: ChatTemplate | None) -> Iterator[int]:
+    """The token that the template writes after an assistant's turn, where that is one token of the vocabulary.
+
+    Of base models it differs from eos_token, which ends documents: <|im_end|> and <|endoftext|> of Qwen.
+    """
+    if template is None:
+        return
+    turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": PROBE}]
+    (text,) = template.render([turns], {}, generation_prompt=False)
+    after = text.rpartition(PROBE)[2].lstrip() if PROBE in text else ""
+    added = hub.backend_tokenizer.get_added_tokens_decoder()
+    names = sorted((token.content.strip(), i) for i, token in added.items())
+    begun = [(len(name), i) for name, i in names if name and after.startswith(name)]
+    if begun:
+        yield max(begun)[1]
+
+
+def _named_ends(hub: Any, folder: Path) -> Iterator[int]:
+    """The tokenizer's end token, then those that the model's files add."""
+    if hub.eos_token_id is not None:
+        yield int(hub.eos_token_id)
     for name in ("generation_config.json", "config.json"):
-        eos = read_json(_hub_file(folder_or_name, name)).get("eos_token_id")
-        found += eos if isinstance(eos, list) else [eos]
-    return tuple(dict.fromkeys(int(i) for i in found if i is not None))
+        if (folder / name).is_file():
+            yield from eos_ids_of(read_json(folder / name), str(folder / name))
 
 
-def _hub_file(folder_or_name: str, name: str) -> Path | None:
-    if Path(folder_or_name).is_dir():
-        return Path(folder_or_name) / name
-    from transformers.utils.hub import cached_file
-
-    found = cached_file(
-        folder_or_name,
-        name,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-    return Path(found) if found else None
-
-
-def hub_chat(hub: Any, messages: Sequence[Mapping[str, str]], options: Mapping[str, Any]) -> str:
-    from jinja2.exceptions import TemplateError
-
-    try:
-        return hub.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True, **options
+def _id_of(hub: Any, token: str, folder: Path) -> int:
+    found = hub.backend_tokenizer.token_to_id(token)
+    if found is None:
+        raise InputError(
+            f"tokenizer.end_token = {token!r} is no entry of the tokenizer of {folder}",
+            hint="name one token as it stands in the vocabulary, such as <|im_end|>",
         )
-    except TemplateError as error:
-        raise InputError(
-            f"the chat template refused the conversation: {error}",
-            hint="some models take no system message or need user and assistant to alternate; see data.system",
-        ) from error
-
-
-def read_json(path: Path | None) -> dict[str, Any]:
-    if path is None or not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"{path} is not readable JSON: {error}", hint="restore the file or download it again"
-        ) from error
-    return content if isinstance(content, dict) else {}
+    return int(found)

@@ -26,32 +26,77 @@ def render_prompt(
 ) -> tuple[np.ndarray, str]:
     """Return (int32 ids, text) up to where the model speaks.
 
-    `template` is "chat" (the tokenizer's own; ours writes the prompt and a newline) or a text that holds {prompt} and
-    may hold {system}. A conversation needs "chat". `system` comes before the prompt's own messages.
+    `template` is "chat" (the tokenizer's own; ours writes the prompt and a newline) or a text that holds {prompt}, and
+    {system} where `system` is given. A conversation needs "chat". `system` comes before the prompt's own messages.
+    ConfigError: a template without a place for the prompt or the system message.
     """
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    check_template(template, system)
+    if template == "chat" and (system or any(message["role"] == "system" for message in _messages(prompt))):
+        check_system(tokenizer, options)
+    (text,) = render_texts(tokenizer, [prompt], template=template, system=system, options=options)
+    return encode_rendered(tokenizer, text, template=template), text
+
+
+def render_texts(
+    tokenizer: Tokenizer,
+    prompts: Sequence[str | Messages],
+    *,
+    template: str,
+    system: str,
+    options: Mapping[str, Any] | None,
+) -> list[str]:
+    """The text of each prompt. See `render_prompt`."""
     if template == "chat":
-        if system:
-            messages = [{"role": "system", "content": system}, *messages]
-        text = tokenizer.render_chat(messages, options=options)
-        return tokenizer.encode(text), text
-    check_template(template)
-    if not isinstance(prompt, str):
-        raise ConfigError(
-            f"data.template = {template!r} cannot render a conversation of {len(messages)} messages",
-            hint='use data.template = "chat" for prompts that are lists of messages',
-        )
-    text = template.replace("{system}", system).replace("{prompt}", prompt)
+        first = [{"role": "system", "content": system}] if system else []
+        return tokenizer.render_chats([[*first, *_messages(prompt)] for prompt in prompts], options=options)
+    for prompt in prompts:
+        if not isinstance(prompt, str):
+            raise ConfigError(
+                f"data.template = {template!r} cannot render a conversation of {len(prompt)} messages",
+                hint='use data.template = "chat" for prompts that are lists of messages',
+            )
+    parts = [part.replace("{system}", system) for part in template.split("{prompt}")]
+    return [prompt.join(parts) for prompt in prompts if isinstance(prompt, str)]
+
+
+def encode_rendered(tokenizer: Tokenizer, text: str, *, template: str) -> np.ndarray:
+    """int32 ids of a rendered prompt. A chat template writes BOS itself; before another one it is added, unless the
+    template spells it."""
+    tokens = tokenizer.encode(text)
     prefix = np.asarray(tokenizer.prefix_ids, dtype=np.int32)
-    return np.concatenate([prefix, tokenizer.encode(text)]), text
+    if template == "chat" or not prefix.size or np.array_equal(tokens[: prefix.size], prefix):
+        return tokens
+    spelled = set(tokenizer.encode(template.partition("{prompt}")[0]).tolist())
+    return tokens if spelled >= set(tokenizer.prefix_ids) else np.concatenate([prefix, tokens])
 
 
-def check_template(template: str) -> None:
-    if template != "chat" and "{prompt}" not in template:
+def check_template(template: str, system: str = "") -> None:
+    if template == "chat":
+        return
+    if "{prompt}" not in template:
         raise ConfigError(
             f'data.template = {template!r}: need "chat" or a text that holds {{prompt}}',
             hint='for example "{system}\\n{prompt}\\n"',
         )
+    if system and "{system}" not in template:
+        raise ConfigError(
+            f"data.system is set, and data.template = {template!r} has no {{system}} where it could stand",
+            hint="put {system} into data.template, or the system message's text itself, and leave data.system out",
+        )
+
+
+def check_system(tokenizer: Tokenizer, options: Mapping[str, Any] | None) -> None:
+    """ConfigError when the chat template leaves a system message out; InputError when it refuses one."""
+    if not tokenizer.takes_system(options):
+        raise ConfigError(
+            "data.system, or a prompt's own system message, is set, and the model's chat template leaves it out",
+            hint="leave data.system empty and put its text into the prompts, or set data.template to a text with "
+            "{system} and {prompt}",
+        )
+
+
+def _messages(prompt: str | Messages) -> list[Mapping[str, str]]:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
 
 
 def render_example(tokenizer: Tokenizer, prompt_tokens: np.ndarray, response: str) -> tuple[np.ndarray, np.ndarray]:

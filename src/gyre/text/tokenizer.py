@@ -18,8 +18,11 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
-from gyre.core.errors import InputError
-from gyre.text.hub import hub_chat, load_hub_tokenizer, read_json
+from gyre.core.errors import ConfigError, InputError
+from gyre.core.hub import is_hub_name, near_folders
+from gyre.core.jsonfile import read_json
+from gyre.text.hub import load_hub_tokenizer
+from gyre.text.template import ChatTemplate
 
 PAD, END = "<|pad|>", "<|end|>"
 SPECIAL = (PAD, END, "<think>", "</think>", "<answer>", "</answer>")
@@ -41,6 +44,8 @@ QWEN2_CUTS = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 Style = Literal["clauses", "qwen2"]
+_PIECE_CHARS = 1 << 14
+_SYSTEM_PROBE = "Qz7systemprobe"  # a text that no template writes itself
 
 # A digit; the minus sign of a number (one between spaces is an operator and may merge with them); and what stands
 # between the letters of a spelled-out word, so that each of them is one token.
@@ -59,6 +64,7 @@ class Tokenizer:
         pad_id: int,
         chat_template: str,
         hub: Any = None,
+        template: ChatTemplate | None = None,
     ) -> None:
         assert eos_ids, "a tokenizer without an end token cannot end a response"
         self.backend = backend
@@ -67,8 +73,9 @@ class Tokenizer:
         self.pad_id = pad_id
         self.chat_template = chat_template  # jinja; "" when the folder has none
         self._hub = hub  # transformers tokenizer of a folder that is not ours
+        self._template = template  # what renders chat_template
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
-        self.prefix_ids: tuple[int, ...] = tuple(backend.encode("", add_special_tokens=True).ids)  # BOS, where used
+        self.prefix_ids = _prefix_ids(backend)  # BOS, where used
         self.is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
         self._special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
         self._pieces: dict[int, bytes] = {}
@@ -112,14 +119,35 @@ class Tokenizer:
 
     def render_chat(self, messages: Sequence[Mapping[str, str]], *, options: Mapping[str, Any] | None = None) -> str:
         """Text of a conversation up to where the model speaks. `options` go to the chat template of a hub folder."""
+        return self.render_chats([messages], options=options)[0]
+
+    def render_chats(
+        self, conversations: Sequence[Sequence[Mapping[str, str]]], *, options: Mapping[str, Any] | None = None
+    ) -> list[str]:
+        """As `render_chat`, of several at once, which is faster."""
         if self._hub is None:
-            return plain_chat(messages)
-        if not self.chat_template:
+            return [plain_chat(messages) for messages in conversations]
+        if self._template is None:
             raise InputError(
                 "this tokenizer has no chat template",
                 hint='set data.template to a text with {prompt}, for example "{prompt}\\n", or use an instruct model',
             )
-        return hub_chat(self._hub, messages, options or {})
+        return self._template.render(conversations, options or {})
+
+    def takes_system(self, options: Mapping[str, Any] | None = None) -> bool:
+        """Whether the chat template shows a system message; InputError where it refuses one."""
+        turns = [{"role": "system", "content": _SYSTEM_PROBE}, {"role": "user", "content": "1"}]
+        return _SYSTEM_PROBE in self.render_chat(turns, options=options)
+
+    def is_longer(self, text: str, num_tokens: int) -> bool:
+        """Whether `text` has surely more than `num_tokens` tokens, without encoding all of it: pieces are encoded until
+        they have twice as many. Encoding costs some 200 times the text in memory, this a piece's share of it."""
+        found = 0
+        for start in range(0, len(text), _PIECE_CHARS):
+            found += len(self.backend.encode(text[start : start + _PIECE_CHARS], add_special_tokens=False))
+            if found > 2 * num_tokens + _PIECE_CHARS:  # a cut between pieces adds a few tokens, never as many again
+                return True
+        return False
 
     def save(self, folder: str | Path) -> None:
         """Write files that `load_tokenizer` and transformers.AutoTokenizer read back with the same ids."""
@@ -188,46 +216,67 @@ def is_misread(tokenizer: Tokenizer, family: str) -> bool:
     return any(mine[part] != theirs[part] for part in ("normalizer", "pre_tokenizer"))
 
 
-def load_tokenizer(folder_or_name: str | Path) -> Tokenizer:
-    """Load ours or a hub one from a local folder, else ask the hub for that name."""
+def load_tokenizer(folder_or_name: str | Path, *, end_token: str = "") -> Tokenizer:
+    """Load ours or a hub one from a local folder, else ask the hub for that name. `end_token` names the token that ends
+    a turn, in place of the one that the chat template writes."""
     folder = Path(folder_or_name).expanduser()
     if not folder.is_dir():
-        is_name = len(folder.parts) <= 2 and not folder.is_absolute() and not str(folder_or_name).startswith(".")
         in_folder_of_ours = len(folder.parts) == 2 and folder.parent.is_dir()
-        if not is_name or in_folder_of_ours or folder.exists():
+        if not is_hub_name(str(folder_or_name)) or in_folder_of_ours or folder.exists():
             raise InputError(
-                f"tokenizer folder {folder_or_name} is not a folder",
+                f"tokenizer folder {folder_or_name} is not a folder{near_folders(folder)}",
                 hint="give a folder in hub format (tokenizer.json beside config.json) or a hub name (Qwen/Qwen3-0.6B)",
             )
-        return _hub_tokenizer(str(folder_or_name))
-    if read_json(folder / "tokenizer_config.json").get("gyre_tokenizer"):
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-        except Exception as error:  # the library raises plain Exception for every fault of the file
-            raise InputError(
-                f"{folder / 'tokenizer.json'} cannot be read: {error}",
-                hint="the folder is damaged; export the model again or take an earlier snapshot",
-            ) from error
-        if backend.token_to_id(END) is None or backend.token_to_id(PAD) is None:
-            raise InputError(f"{folder / 'tokenizer.json'} has no {END} or {PAD}", hint="export the model again")
-        return _own_tokenizer(backend)
-    return _hub_tokenizer(str(folder))
+        return _hub_tokenizer(str(folder_or_name), end_token)
+    config_path = folder / "tokenizer_config.json"
+    if config_path.is_file() and read_json(config_path).get("gyre_tokenizer"):
+        if end_token not in ("", END):
+            raise ConfigError(
+                f"tokenizer.end_token = {end_token!r}: our own tokenizer ends turns with {END}", hint="leave it out"
+            )
+        return _own_from(folder / "tokenizer.json")
+    return _hub_tokenizer(str(folder), end_token)
 
 
-def _hub_tokenizer(folder_or_name: str) -> Tokenizer:
-    hub, eos_ids = load_hub_tokenizer(folder_or_name)
-    pad_id = hub.pad_token_id if hub.pad_token_id is not None else eos_ids[0]
-    template = hub.chat_template or ""
-    if not isinstance(template, str):  # several by name; transformers picks "default"
-        template = json.dumps(template, sort_keys=True)
+def _own_from(path: Path) -> Tokenizer:
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception for every fault of the file
+        raise InputError(
+            f"{path} cannot be read: {error}",
+            hint="the folder is damaged; export the model again or take an earlier snapshot",
+        ) from error
+    if backend.token_to_id(END) is None or backend.token_to_id(PAD) is None:
+        raise InputError(f"{path} has no {END} or {PAD}", hint="export the model again")
+    return _own_tokenizer(backend)
+
+
+def _hub_tokenizer(folder_or_name: str, end_token: str) -> Tokenizer:
+    loaded = load_hub_tokenizer(folder_or_name, end_token=end_token)
+    hub, eos_ids = loaded.hub, loaded.eos_ids
+    spare = hub.eos_token_id if hub.eos_token_id is not None else eos_ids[0]
     return Tokenizer(
         hub.backend_tokenizer,
         eos_ids=eos_ids,
         bos_id=hub.bos_token_id,
-        pad_id=pad_id,
-        chat_template=template,
+        pad_id=hub.pad_token_id if hub.pad_token_id is not None else spare,
+        chat_template=hub.chat_template if isinstance(hub.chat_template, str) else _all_templates(hub.chat_template),
         hub=hub,
+        template=loaded.template,
     )
+
+
+def _all_templates(by_name: Any) -> str:
+    return json.dumps(by_name, sort_keys=True) if by_name else ""
+
+
+def _prefix_ids(backend: tokenizers.Tokenizer) -> tuple[int, ...]:
+    """What the vocabulary's own rule puts before a text: BOS, or nothing. What it puts after one is not ours to add."""
+    whole, bare = (backend.encode("a", add_special_tokens=special).ids for special in (True, False))
+    for start in range(len(whole) - len(bare) + 1):
+        if whole[start : start + len(bare)] == bare:
+            return tuple(whole[:start])
+    return ()
 
 
 def _bare_backend(style: Style) -> tokenizers.Tokenizer:

@@ -40,7 +40,7 @@ def chat(
     answer that Ctrl-C ended; Ctrl-C while nothing is answered ends the chat."""
     refuse_reward_model(model)
     machine = make_machine(config)
-    policy = load_policy(model, machine)
+    policy = load_policy(model, machine, end_token=config.tokenizer.end_token)
     emit: Emit = lambda kind, **fields: None  # noqa: E731  a chat keeps no log
     answers: list[str] = []
     with asyncio.Runner() as runner:

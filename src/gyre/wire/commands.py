@@ -100,7 +100,7 @@ def evaluate(model: Path, config: RunConfig, *, num_problems: int) -> dict[str, 
     machine = make_machine(config)
     events: list[dict[str, Any]] = []
     emit: Emit = lambda kind, **fields: events.append({"kind": kind, **fields})  # noqa: E731
-    policy = load_policy(model, machine)
+    policy = load_policy(model, machine, end_token=config.tokenizer.end_token)
     found = load_problems(config, policy.tokenizer, policy.spec.context_tokens, emit)
     key = "--problems" if num_problems else "eval.num_problems"
     num = num_problems or config.eval.num_problems or max(1, len(found.held_out))

@@ -18,6 +18,7 @@ import uuid
 from pathlib import Path
 
 from gyre.core.errors import InputError, SnapshotError
+from gyre.core.hub import near_folders
 from gyre.runconfig import RunConfig, load_run_config
 
 OVERRIDES = "overrides.json"
@@ -72,8 +73,19 @@ def hold(folder: Path) -> int | None:
 def read_overrides(folder: Path) -> list[str]:
     for name in ("config.toml", OVERRIDES, "stage.txt"):
         if not (folder / name).is_file():
-            raise SnapshotError(f"{folder} is no run folder: it has no {name}", hint="give a folder under runs/")
+            why = why_missing(folder) or f": it has no {name}"
+            raise SnapshotError(f"{folder} is no run folder{why}", hint="give a folder under runs/")
     return json.loads((folder / OVERRIDES).read_text(encoding="utf-8"))
+
+
+def why_missing(folder: Path) -> str:
+    """ ": it does not exist", with the nearest names; "" for a folder that is there."""
+    if folder.is_dir():
+        return ""
+    near = near_folders(folder)
+    if not near and len(folder.parts) == 1:
+        near = near_folders(Path("runs") / folder.name)  # a run's name without its folder
+    return f": {'it is a file' if folder.exists() else 'it does not exist'}{near}"
 
 
 def find_model(target: Path, config_path: Path | None, overrides: list[str]) -> tuple[Path, RunConfig]:
@@ -85,7 +97,9 @@ def find_model(target: Path, config_path: Path | None, overrides: list[str]) -> 
         own = read_overrides(target) if config_path is None else []  # they were made for the run's own config
         return model, load_run_config(config_path or target / "config.toml", [*own, *overrides])
     if not (target / "config.json").is_file():
-        raise InputError(f"{target} is neither a run folder nor a model folder", hint="runs are under runs/")
+        raise InputError(
+            f"{target} is neither a run folder nor a model folder{why_missing(target)}", hint="runs are under runs/"
+        )
     if config_path is not None:
         return target, load_run_config(config_path, overrides)
     with tempfile.TemporaryDirectory() as bare:

@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -116,7 +116,12 @@ def make_tokenizer(config: RunConfig, kept: Path, emit: Emit) -> Tokenizer:
     if kept.is_dir():
         return load_tokenizer(kept)
     if source:
-        tokenizer = load_tokenizer(source)
+        tokenizer = load_tokenizer(source, end_token=config.tokenizer.end_token)
+    elif config.tokenizer.end_token:
+        raise ConfigError(
+            f"tokenizer.end_token = {config.tokenizer.end_token!r}: a tokenizer that is trained here has its own",
+            hint="leave it out, or set tokenizer.path",
+        )
     else:
         data = config.cold_start_data or config.data
         texts = tokenizer_texts(data, num_texts=config.tokenizer.num_texts, emit=emit)
@@ -154,7 +159,8 @@ def make_facts(config: RunConfig, tokenizer: Tokenizer) -> Facts:
             f"the tokenizer has {tokenizer.vocab_size} entries, the model's vocabulary {spec.vocab_size}",
             hint="set tokenizer.path to the tokenizer that the model was made with",
         )
-    return Facts(tokenizer=tokenizer, spec=spec)
+    # An export must end where this run's rollouts did, whatever the base model's config.json says.
+    return Facts(tokenizer=tokenizer, spec=replace(spec, eos_ids=tokenizer.eos_ids))
 
 
 def find_spec(config: RunConfig, tokenizer: Tokenizer) -> ModelSpec:
@@ -183,9 +189,9 @@ def check_invariant(config: RunConfig, stage: Stage, spec: ModelSpec, machine: M
         raise ConfigError(f"{INVARIANT_REFUSAL}: {reason}", hint=INVARIANT_HINT)
 
 
-def load_policy(folder: Path, machine: Machine) -> Policy:
+def load_policy(folder: Path, machine: Machine, *, end_token: str = "") -> Policy:
     spec, decoder = load_hub(folder, device=machine.device, dtype=machine.dtype)
-    return Policy(decoder=decoder, tokenizer=load_tokenizer(folder), spec=spec)
+    return Policy(decoder=decoder, tokenizer=load_tokenizer(folder, end_token=end_token), spec=spec)
 
 
 def make_reward_model(path: str, machine: Machine, policy: Policy) -> tuple[Decoder, ScalarHead, Checkpoint]:

@@ -1,0 +1,32 @@
+"""JSON files of others: read within bounds. In: a path, or bytes and where they came from. Out: a mapping, or an
+InputError that names the file. Callers: core.schema, text, models.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from gyre.core.errors import InputError
+
+MAX_FILE_BYTES = 256 << 20  # the largest index.json of a published model is below 16 MiB
+
+
+def read_json(path: Path, *, max_bytes: int = MAX_FILE_BYTES) -> dict[str, Any]:
+    """Return the mapping that a file holds. InputError: no regular file, too large, no UTF-8, no JSON, nested too
+    deep, an integer with too many digits, or no mapping."""
+    again = "restore the file, or copy it again from its source"
+    try:
+        if not path.is_file():
+            raise InputError(f"{path} is not there, or is no regular file", hint=again)
+        if (size := path.stat().st_size) > max_bytes:
+            raise InputError(f"{path} has {size} bytes; at most {max_bytes} are read", hint=again)
+        content = json.loads(path.read_bytes().decode("utf-8"))
+    except RecursionError as fault:
+        raise InputError(f"{path} is not readable JSON: nested too deep", hint=again) from fault
+    except (OSError, ValueError) as fault:  # ValueError: of UTF-8, of JSON, of an integer with too many digits
+        raise InputError(f"{path} is not readable JSON: {fault}", hint=again) from fault
+    if not isinstance(content, dict):
+        raise InputError(f"{path} holds {type(content).__name__}, not a mapping", hint=again)
+    return content
