@@ -34,7 +34,7 @@ TOKENIZER = byte_tokenizer()
 ENGINE = FakeEngineConfig(start_accuracy=0.3, gain_per_version=0.1)
 TRAIN, HELD_OUT = sum_prompts(FakeSourceConfig(num_prompts=40), TOKENIZER)
 GROUPS_OF_4 = RolloutConfig(
-    prompts_per_step=4, completions_per_prompt=4, max_tokens=16, deadline_s=20.0, reward_deadline_s=20.0
+    prompts_per_step=4, completions_per_prompt=4, max_refills=0, max_tokens=16, deadline_s=20.0, reward_deadline_s=20.0
 )
 
 

@@ -132,6 +132,9 @@ class PolicyConfig(Section):
     """Largest size of a token's KL estimate; 0 leaves it unbounded. Clamped tokens are counted."""
     entropy_coef: float = Field(default=0.0, ge=0.0)
     """Weight of the entropy bonus."""
+    mask_truncated: bool = False
+    """Leave completions that reached rollout.max_tokens out of the loss. Their scores still count in their group's
+    baseline; the denominator and the batch's statistics do not see them (DAPO's overlong filtering)."""
 
     @model_validator(mode="after")
     def check_policy(self) -> PolicyConfig:
@@ -167,7 +170,11 @@ class GrpoConfig(PolicyConfig):
     scale: Literal["group_std", "batch_std", "none"] = "group_std"
     """What advantages are divided by; batch_std also subtracts the batch mean, over all sampled tokens."""
     equal_groups: Literal["keep", "drop"] = "keep"
-    """What the loop does with groups whose rewards are all equal: they teach nothing but count in the mean."""
+    """keep: groups that teach nothing still count in the loss's mean. drop: they are left out before batch statistics,
+    and replaced by up to rollout.max_refills rounds of further prompts (dynamic sampling)."""
+    filter_metric: Literal["accuracy", "score"] = "accuracy"
+    """What "drop" looks at. accuracy keeps groups with 0 < number right < size, by eval.metric (DAPO, eq. 11); without
+    a part that judges correctness it looks at the score. score drops groups whose scores are all equal."""
 
     @model_validator(mode="before")
     @classmethod
@@ -188,6 +195,10 @@ class PpoConfig(PolicyConfig):
     """Per-token estimator: k1 log-ratio, k2 half its square, k3 unbiased and positive, k3_plus k3 with k2 gradient."""
     gamma: float = Field(default=1.0, gt=0.0, le=1.0)
     """Discount per token."""
+    bootstrap_truncated: bool = False
+    """Add the critic's value after the last token to the return of a completion that reached rollout.max_tokens
+    (Pardo et al. 2018, arXiv 1712.00378). Right where rewards withhold their verdict on such completions. Rewards
+    that score them as they stand make max_tokens the end of the episode: the value after it is 0."""
     lam: float = Field(default=0.95, ge=0.0, le=1.0)
     """Weight of longer returns in generalised advantage estimation; 1 is Monte Carlo, 0 one-step."""
     whiten: bool = True
