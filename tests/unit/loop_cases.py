@@ -14,6 +14,7 @@ from typing import Any
 from gyre.core.records import Manifest, Phase, Request, Rollout, TrainBatch
 from gyre.core.seeds import derive_seed
 from gyre.loop.accuracy import AccuracyMetric
+from gyre.loop.collect import Window
 from gyre.loop.config import EvalConfig, RolloutConfig
 from gyre.loop.controller import Ring, RingConfig
 from gyre.loop.ports import Observers, Parts, StageSpec
@@ -36,6 +37,9 @@ TRAIN, HELD_OUT = sum_prompts(FakeSourceConfig(num_prompts=40), TOKENIZER)
 GROUPS_OF_4 = RolloutConfig(
     prompts_per_step=4, completions_per_prompt=4, max_refills=0, max_tokens=16, deadline_s=20.0, reward_deadline_s=20.0
 )
+
+
+RIGHT = AccuracyMetric(part="table", threshold=1.0)
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -170,6 +174,8 @@ class Bench:
         trainer: FakeTrainerConfig | None = None,
         restart_engine: bool = False,
         reward_model: tuple[str, float] | None = None,
+        accuracy: AccuracyMetric | None = RIGHT,
+        window: Window | None = None,
     ) -> None:
         self.log = folder / "events.jsonl"
         self.events = EventLog(self.log, attempt=next_attempt(self.log))
@@ -220,7 +226,8 @@ class Bench:
                 rollout=rollout,
                 evaluation=evaluation or EvalConfig(),
                 snapshot_every_steps=snapshot_every,
-                accuracy=AccuracyMetric(part="table", threshold=1.0),
+                accuracy=accuracy,
+                window=window,
                 reward_model=reward_model,
                 restart_engine=restart_engine,
             ),

@@ -125,15 +125,9 @@ def reward_metrics(groups: Sequence[Group], accuracy: AccuracyMetric | None) -> 
     return metrics
 
 
-def drop_counts(groups: Sequence[Group], rollouts: Sampled, assembled: Assembled) -> dict[str, int]:
-    """Events to emit: what was sampled and is not trained on, by cause."""
-    counts = {
-        "drop.equal_groups": assembled.num_dropped_groups + len(rollouts.dropped),
-        "drop.groups_without_pair": assembled.num_groups_without_pair,
-        "drop.unscored": sum(not score.is_scored for group in groups for score in group.scores),
-        "drop.truncated": assembled.num_truncated,
-    }
-    return {kind: count for kind, count in counts.items() if count}
+def num_unscored(groups: Sequence[Group]) -> int:
+    """Completions that no part could score."""
+    return sum(not score.is_scored for group in groups for score in group.scores)
 
 
 def refill_metrics(

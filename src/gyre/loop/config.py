@@ -21,6 +21,9 @@ SERVING_ONLY = (
 )
 
 
+MOST_SEQUENCES = 2**18  # of one step, which is laid out whole in host memory before it is dealt to the trainer's ranks
+
+
 class RolloutConfig(Section):
     """What one loop step asks the engine for. Only what the trainer can do again: temperature and truncation."""
 
@@ -127,7 +130,7 @@ class ColdStartConfig(Section):
 
     steps: int = Field(default=400, ge=1)
     """Optimiser steps."""
-    examples_per_step: int = Field(default=64, ge=1)
+    examples_per_step: int = Field(default=64, ge=1, le=MOST_SEQUENCES)
     """Examples per step."""
     learning_rate: float = Field(default=3e-3, ge=0.0)
     """Peak learning rate; falls to a tenth by a cosine."""

@@ -36,8 +36,8 @@ from gyre.loop.assemble import (
     add_part,
     assemble,
     bare_batch,
-    drop_counts,
     failed_parts,
+    num_unscored,
     refill_metrics,
     reward_metrics,
 )
@@ -236,8 +236,14 @@ class Ring:
     def _count(self, assembled: Assembled, collected: Collected, step: int) -> None:
         """Nothing silent: what was left out of training, and which rewards failed."""
         rollouts = collected.rollouts
-        for kind, count in drop_counts(collected.sampled, rollouts, assembled).items():
-            self._emit(kind, step=step, count=count)
+        if equal := assembled.num_dropped_groups + len(rollouts.dropped):
+            self._emit("drop.equal_groups", step=step, count=equal)
+        if assembled.num_groups_without_pair:
+            self._emit("drop.groups_without_pair", step=step, count=assembled.num_groups_without_pair)
+        if unscored := num_unscored(collected.sampled):
+            self._emit("drop.unscored", step=step, count=unscored)
+        if assembled.num_truncated:
+            self._emit("drop.truncated", step=step, count=assembled.num_truncated)
         if rollouts.refills:
             self._emit("rollouts.refilled", step=step, rounds=rollouts.refills, prompts=rollouts.num_refilled)
         if rollouts.num_missing:

@@ -33,7 +33,7 @@ def why_filtered_by_score(objective: AnyObjective, accuracy: AccuracyMetric | No
     asked = drops_equal(objective) and isinstance(objective, GrpoConfig) and objective.filter_metric == "accuracy"
     if not asked or accuracy is not None:
         return ""
-    return "no reward part judges correctness (eval.metric): groups are dropped whose scores are all equal"
+    return "objective.filter_metric = 'accuracy', and no reward part judges correctness: the score decides"
 
 
 def drops_equal(objective: AnyObjective) -> bool:
