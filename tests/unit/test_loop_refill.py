@@ -59,6 +59,8 @@ def test_what_is_missing_never_overfills_a_step(wanted, kept, in_flight):
 def test_the_filter_looks_at_correctness_where_a_part_judges_it():
     assert filter_metric(DAPO, RIGHT) == RIGHT and not why_filtered_by_score(DAPO, RIGHT)
     assert filter_metric(DAPO, None) is None and "judges correctness" in why_filtered_by_score(DAPO, None)
+    watched = replace(RIGHT, rewarded=False)
+    assert filter_metric(DAPO, watched) is None and "'answer' has weight 0" in why_filtered_by_score(DAPO, watched)
     by_score = GrpoConfig(variant="dapo", filter_metric="score")
     assert filter_metric(by_score, RIGHT) is None and not why_filtered_by_score(by_score, None)
     for keeps in (GrpoConfig(), PpoConfig()):

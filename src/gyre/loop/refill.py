@@ -23,17 +23,23 @@ from gyre.observe.overlap import Interval
 
 
 def filter_metric(objective: AnyObjective, accuracy: AccuracyMetric | None) -> AccuracyMetric | None:
-    """What "all equal" means for groups of this objective: equally right by this metric, or None for equal scores."""
-    by_accuracy = drops_equal(objective) and isinstance(objective, GrpoConfig) and objective.filter_metric == "accuracy"
-    return accuracy if by_accuracy else None
+    """What "all equal" means for groups of this objective: equally right by this metric, or None for equal scores.
+    A part of weight 0 is watched only: it decides nothing."""
+    if not _asks_for_accuracy(objective) or accuracy is None or not accuracy.rewarded:
+        return None
+    return accuracy
 
 
 def why_filtered_by_score(objective: AnyObjective, accuracy: AccuracyMetric | None) -> str:
     """Why the filter looks at the score although it was to look at correctness; "" where it does not."""
-    asked = drops_equal(objective) and isinstance(objective, GrpoConfig) and objective.filter_metric == "accuracy"
-    if not asked or accuracy is not None:
+    if not _asks_for_accuracy(objective) or filter_metric(objective, accuracy) is not None:
         return ""
-    return "objective.filter_metric = 'accuracy', and no reward part judges correctness: the score decides"
+    why = "no reward part judges correctness" if accuracy is None else f"part '{accuracy.part}' has weight 0"
+    return f"objective.filter_metric = 'accuracy', and {why}: the score decides"
+
+
+def _asks_for_accuracy(objective: AnyObjective) -> bool:
+    return drops_equal(objective) and isinstance(objective, GrpoConfig) and objective.filter_metric == "accuracy"
 
 
 def drops_equal(objective: AnyObjective) -> bool:

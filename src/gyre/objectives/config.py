@@ -173,8 +173,8 @@ class GrpoConfig(PolicyConfig):
     """keep: groups that teach nothing still count in the loss's mean. drop: they are left out before batch statistics,
     and replaced by up to rollout.max_refills rounds of further prompts (dynamic sampling)."""
     filter_metric: Literal["accuracy", "score"] = "accuracy"
-    """What "drop" looks at. accuracy keeps groups with 0 < number right < size, by eval.metric (DAPO, eq. 11); without
-    a part that judges correctness it looks at the score. score drops groups whose scores are all equal."""
+    """What "drop" looks at. accuracy keeps groups with 0 < number right < size, by eval.metric (DAPO, eq. 11); where no
+    part of a weight other than 0 judges correctness, the score decides. score drops groups of equal scores."""
 
     @model_validator(mode="before")
     @classmethod
