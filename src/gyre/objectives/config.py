@@ -25,7 +25,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         # Shao et al. 2024, arXiv 2402.03300, eq. 3: mean over tokens, then over sequences
         "grpo": {**_GROUP, **_CLIPPED, "aggregation": "sequence"},
-        # Yu et al. 2025, arXiv 2503.14476, eq. 8: clip-higher, token-level mean, groups with spread only
+        # Yu et al. 2025, arXiv 2503.14476, eq. 8 and 11: clip-higher, token-level mean, dynamic sampling
         "dapo": {**_GROUP, **_CLIPPED, "clip_high": 0.28, "aggregation": "token", "equal_groups": "drop"},
         # Liu et al. 2025, arXiv 2503.20783, section 3.2: neither division by the standard deviation nor by the length
         "dr_grpo": {**_GROUP, **_CLIPPED, "scale": "none", "aggregation": "fixed_length"},
