@@ -20,7 +20,7 @@ from gyre.core.config import Section
 from gyre.core.errors import ConfigError
 from gyre.data.config import DataConfig
 from gyre.engine.config import EngineConfig
-from gyre.loop.config import ColdStartConfig, EvalConfig, GoalConfig, RolloutConfig, RunSection
+from gyre.loop.config import MOST_SEQUENCES, ColdStartConfig, EvalConfig, GoalConfig, RolloutConfig, RunSection
 from gyre.models.config import ModelConfig
 from gyre.objectives.config import (
     GrpoConfig,
@@ -113,6 +113,13 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def check_together(self) -> RunConfig:
         objective, size = self.objective, self.rollout.completions_per_prompt
+        per_prompt = size if needs_rollouts(objective) else 2 if is_pairwise(objective) else 1
+        if (sequences := self.rollout.prompts_per_step * per_prompt) > MOST_SEQUENCES:
+            raise ValueError(
+                f"rollout.prompts_per_step = {self.rollout.prompts_per_step:,} with {per_prompt:,} sequences each: "
+                f"{sequences:,} sequences, and a step has {MOST_SEQUENCES:,} at most; take fewer prompts per step and "
+                "more steps (trainer.steps)"
+            )
         if needs_rollouts(objective) and not self.rewards.parts:
             raise ValueError(
                 f"objective.kind = '{objective.kind}' learns from rewards: name at least one [[rewards.parts]]"

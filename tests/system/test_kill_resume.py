@@ -13,6 +13,13 @@ from system_runs import Command, Fault, Story, events_of, gyre, read_story, writ
 
 LONG_SYSTEM = "Think about it in steps, one number after the other, and then say what the result of the problem is."
 
+REFILLED = {
+    "objective.variant": "dapo",
+    "rollout.max_refills": 2,
+    "eval.metric": {"part": "function", "threshold": 0.8},  # right in one of seven: half of the groups teach nothing
+    "engine.max_running": 3,
+    "engine.max_queued": 3,  # of the sixteen completions of a step only six fit
+}
 VARIANTS: dict[str, Mapping[str, Any]] = {
     "grpo": {},
     "bf16": {"run.dtype": "bfloat16"},
@@ -29,6 +36,7 @@ VARIANTS: dict[str, Mapping[str, Any]] = {
         "snapshot.every_steps": 1,
         "engine.page_tokens": 2,
     },
+    "refilled": {**REFILLED, "rollout.max_tokens_per_iteration": 6, "snapshot.every_steps": 1},
     "epochs_end": {"data.num_problems": 24, "data.held_out_fraction": 0.35, "trainer.steps": 7},
     "no_eval": {"eval.num_problems": 0, "rollout.temperature": 0.7, "rollout.top_p": 0.9},
     "background": {"snapshot.background": True, "snapshot.every_steps": 1},
@@ -123,6 +131,17 @@ def test_partial_rollouts_cross_the_snapshot(tmp_path: Path) -> None:
     assert len(events_of(run, "rollouts.carried")) >= 4
     samples = read_story(run).samples
     assert samples and max(len(sample["tokens"]) for sample in samples) > 10
+
+
+def test_groups_are_refilled_through_a_narrow_queue(tmp_path: Path) -> None:
+    """The property that the comparison above needs: groups were replaced, and no request of the loop was refused."""
+    answer = gyre("train", write_config(tmp_path, {**REFILLED, **NO_COLD_START}), "--plain", folder=tmp_path)
+    assert answer.code == 0, answer.err
+    run = tmp_path / "runs" / "tiny"
+    assert events_of(run, "rollouts.refilled") and not events_of(run, "engine.refused")
+    steps = [row["metrics"] for row in events_of(run, "step.done")]
+    assert len(steps) == 5 and any(step["refilled_prompts"] > 0 for step in steps)
+    assert any(step.get("sampled_per_kept", 0.0) > 1.0 for step in steps)
 
 
 POINTS = {

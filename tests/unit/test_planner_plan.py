@@ -16,7 +16,7 @@ from gyre.planner.decide import make_plan
 from gyre.planner.explain import explain, wide_table
 from gyre.planner.hardware import read_hardware
 from gyre.planner.plan import Hardware, ModelNumbers, Plan, PlanInputs, Shards, Sizes
-from gyre.planner.sizes import derive
+from gyre.planner.sizes import derive, largest_divisor
 from gyre.vram.phases import RING
 
 MIB = 1 << 20
@@ -157,6 +157,39 @@ def test_derived_numbers_add_up(data) -> None:
         better = int(re.findall(r"; (\d+) would divide", note)[0])
         assert sequences % better == 0 and better <= update
     assert any("cuts through" in note for note in derived.notes) == (completions > 1 and bool(update % completions))
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(1, 10**12), st.integers(1, 10**6))
+def test_the_largest_divisor_is_found_without_trying_all(number: int, most: int) -> None:
+    found = largest_divisor(number, most)
+    assert number % found == 0 and found <= most
+    assert not any(number % d == 0 for d in range(found + 1, min(most, found + 500) + 1))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "size", "limits", "queue", "parts"),
+    [
+        (32, 8, {}, 0, 1),
+        (64, 8, {}, 256, 1),
+        (64, 8, {"engines": 2}, 0, 1),
+        (64, 8, {"max_queued": 256}, 256, 1),
+        (65, 8, {"max_queued": 256}, 256, 2),
+        (10, 100, {"max_queued": 44}, 44, 4),  # whole groups: three of a hundred at once
+        (2, 1000, {"max_queued": 44}, 44, 7),  # of a larger group one completion at a time
+        (64, 8, {"max_queued_tokens": 640}, 0, 7),  # prompts of 64 tokens: ten at once
+    ],
+)
+def test_the_plan_says_how_long_the_queue_gets(prompts, size, limits, queue, parts) -> None:
+    inputs = ask(prompts_per_step=prompts, completions_per_prompt=size, max_running=256, max_prompt_tokens=64, **limits)
+    plan = make_plan(inputs, LAPTOP)
+    assert (plan.derived.longest_queue, plan.derived.submissions) == (queue, parts)
+    line = next(line for line in explain(plan, columns=200).splitlines() if "queue, longest" in line)
+    assert f" {queue} " in line and (f"{parts} parts" in line) == (parts > 1)
+    assert plan.derived.most_sampled_per_step == prompts * size and "sampled_per_step" not in explain(plan)
+    refilled = make_plan(replace(inputs, max_refills=2, remarks=("by part 'answer'",)), LAPTOP)
+    assert refilled.derived.most_sampled_per_step == 3 * prompts * size
+    assert "sampled_per_step, most" in explain(refilled) and "- by part 'answer'" in explain(refilled)
 
 
 def test_a_laptop_keeps_everything_where_it_is() -> None:

@@ -177,6 +177,21 @@ def test_groups_of_one_cannot_be_compared():
         parse_run_config({**MODEL, "objective": objective, "rollout": alone}, where="")
 
 
+@pytest.mark.parametrize(
+    ("tables", "sequences"),
+    [
+        ({"rollout": {"prompts_per_step": 1_000_000}}, "8,000,000 sequences"),
+        ({"rollout": {"completions_per_prompt": 1_000_000}}, "32,000,000 sequences"),
+        ({"rollout": {"prompts_per_step": 2**18 + 1}, "objective": {"kind": "sft"}}, "262,145 sequences"),
+        ({"rollout": {"prompts_per_step": 2**17 + 1}, "objective": {"kind": "rm"}}, "262,146 sequences"),
+    ],
+)
+def test_a_step_that_nothing_could_hold_is_refused_at_once(tables, sequences):
+    message = refusal(**tables)
+    assert sequences in message and "262,144 at most" in message and "trainer.steps" in message
+    parse_run_config({**MODEL, "rollout": {"prompts_per_step": 2**15, "completions_per_prompt": 8}}, where="")
+
+
 # --set ---------------------------------------------------------------------------------------------------------------
 
 

@@ -18,6 +18,7 @@ from gyre.cluster.seats import News
 from gyre.cluster.streams import PoolStream
 from gyre.core.errors import DeadlineError
 from gyre.core.records import Finish, Request, TokenChunk
+from gyre.observe.refusals import Refusals
 
 MOST_COMPLETIONS = 4096  # of one request
 NO_ENGINE = "no engine takes work: none is started and has weights"
@@ -61,7 +62,12 @@ class Desk:
         self._progress_tokens = progress_tokens
         self._live: dict[str, Live] = {}
         self._incoming: list[Live] = []
-        self.refused = 0
+        self._refusals = Refusals(lambda kind, **fields: surely(lambda: emit(kind, **fields)))
+
+    @property
+    def refused(self) -> int:
+        """Requests that were refused here."""
+        return self._refusals.total
 
     @property
     def num_waiting(self) -> int:
@@ -75,7 +81,7 @@ class Desk:
         """Enqueue at once. What is submitted in one turn of the event loop is routed together, in order."""
         stream = PoolStream(request.request_id, self._abort)
         if reason := self._why_refuse(request):
-            self._note_refusal(request.request_id, reason)
+            self._refusals.note(request.request_id, reason)
             stream.push(TokenChunk.end(request.request_id, 0, "refused", reason))
             stream.end()
             return stream
@@ -158,7 +164,7 @@ class Desk:
     def end(self, live: Live, finish: Finish, reason: str, *, error: BaseException | None = None) -> None:
         """Answer a request that no engine has."""
         if finish == "refused" and error is None:
-            self._note_refusal(live.request_id, reason)
+            self._refusals.note(live.request_id, reason)
         if error is None:
             for index in live.book.open:
                 for told in live.book.take(TokenChunk.end(live.request_id, index, finish, reason)):
@@ -212,10 +218,6 @@ class Desk:
         if live.timer is not None:
             live.timer.cancel()
         live.gone.set()
-
-    def _note_refusal(self, request_id: str, reason: str) -> None:
-        self.refused += 1
-        self._emit("engine.refused", request_id=request_id, reason=reason)
 
     def _why_refuse(self, request: Request) -> str:
         """What the books cannot hold; the engines refuse the rest."""

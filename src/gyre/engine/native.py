@@ -30,6 +30,7 @@ from gyre.engine.runners import choose_runner
 from gyre.engine.streams import TokenStream
 from gyre.engine.weights import EngineWeights
 from gyre.models.decoder import Decoder
+from gyre.observe.refusals import Refusals
 
 
 class NativeEngine:
@@ -69,7 +70,7 @@ class NativeEngine:
         )
         self._cycle: Cycle | None = None  # None while not started
         self._terminating = False
-        self._refused = 0
+        self._refusals = Refusals(emit)
 
     @property
     def cache_tokens(self) -> int:
@@ -88,8 +89,7 @@ class NativeEngine:
             deadline_at = None if request.deadline_s is None else self._clock() + request.deadline_s
             self._desk.accept(Admitted(request=request, deadline_at=deadline_at), stream)
         else:
-            self._refused += 1
-            self._emit("engine.refused", request_id=request.request_id, reason=reason)
+            self._refusals.note(str(request.request_id), reason)
             for index in stream.unfinished:
                 stream.push(TokenChunk.end(request.request_id, index, "refused", reason))
         return stream
@@ -124,7 +124,7 @@ class NativeEngine:
             recomputed_tokens=counters.recomputed_tokens,
             host_pages_used=0 if roster is None else roster.slots.num_slots - roster.slots.num_free,
             host_pages_total=self._memory.num_slots,
-            refused=self._refused,
+            refused=self._refusals.total,
             steps=counters.steps,
             pages_used=0 if roster is None else roster.pages.num_used,
             pages_total=self._memory.num_pages,

@@ -15,6 +15,7 @@ class AccuracyMetric:
 
     part: str  # name of a reward part
     threshold: float
+    rewarded: bool = True  # False: the part has weight 0, so it is watched and decides nothing
 
     @property
     def meaning(self) -> str:

@@ -11,7 +11,8 @@ import numpy as np
 
 from gyre.core.records import Evaluation, Group, Rollout, Score, ScorePart, TrainBatch, TrainSequence
 from gyre.loop.accuracy import AccuracyMetric, is_right
-from gyre.objectives.advantages import Estimates, Sample, equal_groups, estimate, rank_pairs
+from gyre.loop.refill import Sampled, drops_equal, filter_metric, find_equal
+from gyre.objectives.advantages import Estimates, Sample, estimate, rank_pairs
 from gyre.objectives.config import AnyObjective, DpoConfig, GrpoConfig, PpoConfig
 
 
@@ -27,8 +28,9 @@ class Passes:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assembled:
     batch: TrainBatch
-    num_equal_groups: int  # groups whose scores were all equal
+    num_equal_groups: int  # groups that teach nothing, by the objective's filter_metric
     num_dropped_groups: int  # of those, left out by the objective's equal_groups = "drop"
+    num_truncated: int  # completions left out of the loss by the objective's mask_truncated
     num_groups_without_pair: int  # online DPO: no two rewards far enough apart
     metrics: Mapping[str, float]  # what only the groups as a whole can tell
 
@@ -38,32 +40,44 @@ def bare_batch(groups: Sequence[Group], *, step: int) -> TrainBatch:
     return TrainBatch(sequences=tuple(_sequence(rollout) for rollout in _rollouts(groups)), step=step)
 
 
-def assemble(objective: AnyObjective, groups: Sequence[Group], passes: Passes, *, step: int) -> Assembled:
-    """Lay out what the objective trains on. `passes` are over bare_batch(groups), in its order."""
+def assemble(
+    objective: AnyObjective,
+    groups: Sequence[Group],
+    passes: Passes,
+    *,
+    step: int,
+    accuracy: AccuracyMetric | None = None,
+) -> Assembled:
+    """Lay out what the objective trains on. `passes` are over bare_batch(groups), in its order; `accuracy` is what
+    counts as right.
+
+    Samples that no part could score are in no group and in no statistic. Groups that the objective drops are left out
+    before anything is normalised over the batch.
+    """
     if isinstance(objective, DpoConfig):
         return _pairs(objective, groups, passes, step)
     assert isinstance(objective, GrpoConfig | PpoConfig), f"{objective.kind} takes no rollouts"
-    rollouts = _rollouts(groups)
-    scores = [score for group in groups for score in group.scores]
-    samples = [_sample(r, s, i, passes) for i, (r, s) in enumerate(zip(rollouts, scores, strict=True))]
+    equal = find_equal(groups, filter_metric(objective, accuracy))
+    dropped = equal if drops_equal(objective) else frozenset[str]()
+    members = [member for member in _members(groups) if member.rollout.group_id not in dropped]
+    samples = [_sample(objective, member, passes) for member in members]
     estimates = estimate(objective, samples)
-    drops = isinstance(objective, GrpoConfig) and objective.equal_groups == "drop"
-    dropped = estimates.equal_groups if drops else ()
     sequences = []
-    for i, rollout in enumerate(rollouts):
-        if rollout.group_id in dropped:
+    for k, member in enumerate(members):
+        if not samples[k].in_loss:
             continue
-        columns = {"advantages": _spread(rollout, estimates.advantages[i])}
+        columns = {"advantages": _spread(member.rollout, estimates.advantages[k])}
         if estimates.returns is not None:
-            columns["returns"] = _spread(rollout, estimates.returns[i])
-        sequence = _sequence(rollout, score=scores[i].value)
-        sequences.append(replace(sequence, columns={**sequence.columns, **columns, **_passed(passes, i)}))
+            columns["returns"] = _spread(member.rollout, estimates.returns[k])
+        sequence = _sequence(member.rollout, score=member.score.value)
+        sequences.append(replace(sequence, columns={**sequence.columns, **columns, **_passed(passes, member.place)}))
     return Assembled(
         batch=TrainBatch(sequences=tuple(sequences), step=step),
-        num_equal_groups=len(estimates.equal_groups),
+        num_equal_groups=len(equal),
         num_dropped_groups=len(dropped),
+        num_truncated=len(members) - len(sequences),
         num_groups_without_pair=0,
-        metrics=_metrics(len(estimates.equal_groups), len(groups)) | _kl_in_reward(estimates, samples),
+        metrics=_metrics(len(equal), len(groups)) | _kl_in_reward(estimates, samples),
     )
 
 
@@ -89,15 +103,22 @@ def add_part(groups: Sequence[Group], name: str, weight: float, values: np.ndarr
 
 
 def reward_metrics(groups: Sequence[Group], accuracy: AccuracyMetric | None) -> dict[str, float]:
-    """Means over the rollouts of a step: the reward, each part, accuracy, length, how completions ended."""
+    """Means over the rollouts of a step: accuracy, length, how completions ended; over those that could be scored: the
+    reward and each part. An empty mapping without groups."""
     scores = [score for group in groups for score in group.scores]
+    scored = [score for score in scores if score.is_scored]
     rollouts = _rollouts(groups)
+    if not rollouts:
+        return {}
     values: dict[str, list[float]] = {}
-    for score in scores:
+    for score in scored:
         for part in score.parts:
             values.setdefault(part.name, []).append(part.value)
     metrics = {f"reward/{name}": float(np.mean(parts)) for name, parts in values.items()}
-    metrics["reward"] = float(np.mean([score.value for score in scores]))
+    if scored:
+        metrics["reward"] = float(np.mean([score.value for score in scored]))
+    if len(scored) < len(scores):
+        metrics["unscored_share"] = 1.0 - len(scored) / len(scores)
     if accuracy is not None:
         metrics["train_accuracy"] = float(np.mean([is_right(score, accuracy) for score in scores]))
     metrics["length"] = float(np.mean([int(rollout.sampled.sum()) for rollout in rollouts]))
@@ -105,29 +126,65 @@ def reward_metrics(groups: Sequence[Group], accuracy: AccuracyMetric | None) -> 
     return metrics
 
 
+def num_unscored(groups: Sequence[Group]) -> int:
+    """Completions that no part could score."""
+    return sum(not score.is_scored for group in groups for score in group.scores)
+
+
+def refill_metrics(
+    objective: AnyObjective, rollouts: Sampled, assembled: Assembled, num_groups: int
+) -> dict[str, float]:
+    """What dynamic sampling cost: of `num_groups` whole groups, how many teach nothing, and how many prompts (and
+    completions) were sampled for one that is kept. The latter is left out where none was kept."""
+    if not num_groups or not drops_equal(objective):
+        return {}
+    kept = num_groups - len(rollouts.dropped) - assembled.num_dropped_groups
+    equal = {"equal_groups_share": 1.0 - kept / num_groups, "refilled_prompts": float(rollouts.num_refilled)}
+    return equal | ({"sampled_per_kept": num_groups / kept} if kept else {})
+
+
 def _pairs(objective: DpoConfig, groups: Sequence[Group], passes: Passes, step: int) -> Assembled:
-    rewards = [np.array([score.value for score in group.scores]) for group in groups]
     sequences: list[TrainSequence] = []
     without = start = 0
-    for group, rewards_G in zip(groups, rewards, strict=True):
-        pairs = rank_pairs(objective, rewards_G)
+    for group in groups:
+        scored = [i for i, score in enumerate(group.scores) if score.is_scored]
+        pairs = rank_pairs(objective, np.array([group.scores[i].value for i in scored]))
         without += not pairs
         for best, worst in pairs:
             pair_id = len(sequences) // 2
-            for member, chosen in ((best, 1.0), (worst, 0.0)):
+            for member, chosen in ((scored[best], 1.0), (scored[worst], 0.0)):
                 sequence = _sequence(group.rollouts[member], score=group.scores[member].value)
                 columns = {**sequence.columns, **_passed(passes, start + member)}
                 scalars = {**sequence.scalars, "chosen": chosen}
                 sequences.append(replace(sequence, columns=columns, scalars=scalars, pair_id=pair_id))
         start += len(group.rollouts)
-    num_equal = len(equal_groups(rewards))
+    num_equal = len(find_equal(groups, None))
     return Assembled(
         batch=TrainBatch(sequences=tuple(sequences), step=step),
         num_equal_groups=num_equal,
         num_dropped_groups=0,
+        num_truncated=0,
         num_groups_without_pair=without,
         metrics=_metrics(num_equal, len(groups)),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Member:
+    """A completion that could be scored."""
+
+    place: int  # in bare_batch of all groups
+    rollout: Rollout
+    score: Score
+
+
+def _members(groups: Sequence[Group]) -> list[_Member]:
+    scores = [score for group in groups for score in group.scores]
+    return [
+        _Member(place=place, rollout=rollout, score=score)
+        for place, (rollout, score) in enumerate(zip(_rollouts(groups), scores, strict=True))
+        if score.is_scored
+    ]
 
 
 def _metrics(num_equal_groups: int, num_groups: int) -> dict[str, float]:
@@ -160,19 +217,22 @@ def _sequence(rollout: Rollout, *, score: float | None = None) -> TrainSequence:
     )
 
 
-def _sample(rollout: Rollout, score: Score, i: int, passes: Passes) -> Sample:
-    mask = rollout.sampled
+def _sample(objective: GrpoConfig | PpoConfig, member: _Member, passes: Passes) -> Sample:
+    rollout, i = member.rollout, member.place
+    mask, truncated = rollout.sampled, rollout.finish == "length"
     critic, reference = passes.critic, passes.reference
-    cut_off = rollout.finish == "length" and critic is not None and critic.per_sequence is not None
+    bootstraps = isinstance(objective, PpoConfig) and objective.bootstrap_truncated and truncated
+    assert not bootstraps or (critic is not None and critic.per_sequence is not None), "bootstrapping needs a critic"
     return Sample(
         group_id=rollout.group_id,
-        score=score.value,
+        score=member.score.value,
         num_tokens=int(mask.sum()),
         # The trainer's, as the reference's are: the engine rounds otherwise, and that gap is no KL.
         logprobs_C=None if passes.policy is None else passes.policy.per_token[i][mask],
         reference_logprobs_C=None if reference is None else reference.per_token[i][mask],
         values_C=None if critic is None else critic.per_token[i][mask],
-        last_value=float(critic.per_sequence[i]) if cut_off and critic and critic.per_sequence is not None else 0.0,
+        last_value=float(critic.per_sequence[i]) if bootstraps and critic and critic.per_sequence is not None else 0.0,
+        in_loss=not (objective.mask_truncated and truncated),
     )
 
 

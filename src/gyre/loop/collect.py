@@ -1,15 +1,15 @@
 """Collect: prompts to rollouts, with rewards already running on what is done. In: prompts and what was left in flight.
 Out: the same groups, each completion done or set aside. Callers: loop.controller, loop.evaluate.
 
-    groups ──▶ submit (all at once, in order) ──▶ one listener per request ──▶ rollouts ──▶ scoring.offer
-                                                            │
-                                                            └──▶ partials: tokens so far, continued next step
+    groups ──▶ submit (in order, what the engine takes) ──▶ one listener per request ──▶ rollouts ──▶ scoring.offer
+                                                                      │
+                                                                      └──▶ partials: tokens so far, continued next step
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,6 +23,7 @@ from gyre.loop.ports import Emit, TextPort
 from gyre.loop.scoring import Scoring
 
 STOP_S = 10.0  # longest wait for an engine to stop what nobody wants any more
+MOST_COMPLETIONS = 4096  # of one request; completions of a larger group are requests of their own
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,8 +47,16 @@ class Asked:
     samples: tuple[int, ...]  # sample number of each of the request's completions
 
 
-def open_groups(prompts: Sequence[Prompt], *, run_seed: int, step: int) -> list[InFlight]:
-    """Begin a group for each prompt. A pure function of seed, step and place."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """What the loop leaves unanswered at the same time at most, over all engines, so that none refuses it."""
+
+    completions: int
+    tokens: int  # given ones: of prompts and beginnings
+
+
+def open_groups(prompts: Sequence[Prompt], *, run_seed: int, step: int, first: int = 0) -> list[InFlight]:
+    """Begin a group for each prompt. A pure function of seed, step and place; `first` is the first one's place."""
     return [
         InFlight(
             group_id=f"{step}.{place}",
@@ -57,18 +66,20 @@ def open_groups(prompts: Sequence[Prompt], *, run_seed: int, step: int) -> list[
             scores={},
             partials={},
         )
-        for place, prompt in enumerate(prompts)
+        for place, prompt in enumerate(prompts, first)
     ]
 
 
-def requests_for(group: InFlight, sampling: Sampling, *, cap: int, tenant_salt: str = "") -> list[Asked]:
+def requests_for(
+    group: InFlight, sampling: Sampling, *, cap: int, tenant_salt: str = "", most: int = MOST_COMPLETIONS
+) -> list[Asked]:
     """What to ask for: without a cap, a whole group in one request, whose completions share the prompt's work.
 
     `cap` bounds the tokens that a completion may take in this step (0 does not). With it each completion is a request
-    of its own from the start, so that its draws are the same however often it is set aside. Requests of one
-    `tenant_salt` share cached beginnings.
+    of its own from the start, so that its draws are the same however often it is set aside. So are those of a group
+    with more than `most` completions. Requests of one `tenant_salt` share cached beginnings.
     """
-    if not cap and not group.rollouts and not group.partials:
+    if not cap and sampling.n <= most and not group.rollouts and not group.partials:
         request = Request(
             request_id=group.group_id,
             tokens=group.prompt.tokens,
@@ -97,6 +108,28 @@ def _ask_one(group: InFlight, sample: int, sampling: Sampling, cap: int, tenant_
     return Asked(group=group, request=request, samples=(sample,))
 
 
+def cut_to_window(asked: Iterable[Asked], window: Window | None) -> Iterator[list[Asked]]:
+    """Cut requests, in order, into parts that fit the window; one that alone does not fit is a part of its own. Each
+    part waits for the one before it, so which requests meet in an engine depends on no timing. Pure."""
+    part: list[Asked] = []
+    completions = tokens = 0
+    for one in asked:
+        wanted, given = one.request.sampling.n, num_given_tokens(one.request)
+        full = window is not None and (completions + wanted > window.completions or tokens + given > window.tokens)
+        if part and full:
+            yield part
+            part, completions, tokens = [], 0, 0
+        part.append(one)
+        completions, tokens = completions + wanted, tokens + given
+    if part:
+        yield part
+
+
+def num_given_tokens(request: Request) -> int:
+    """Tokens that come with a request; its completions share the prompt."""
+    return len(request.tokens) + sum(len(partial.tokens) for partial in request.partials)
+
+
 class Collector:
     """Turns one step's groups into rollouts."""
 
@@ -112,9 +145,12 @@ class Collector:
         emit: Emit,
         tenant_salt: str = "",
         length_key: str = "rollout.max_tokens",
+        window: Window | None = None,
     ) -> None:
         """`cap`: tokens that a completion may take in this step, 0 for all it wants. `tenant_salt`: who shares cached
-        beginnings with whom. `length_key`: where the completions' length was asked for."""
+        beginnings with whom. `length_key`: where the completions' length was asked for. `window`: what the engine
+        takes at once; None submits everything together."""
+        self._window = window
         self._tenant_salt, self._length_key = tenant_salt, length_key
         if sampling.shapes_logits:
             raise ConfigError(
@@ -129,12 +165,25 @@ class Collector:
 
         However it ends, no task and no request of it is left. DeadlineError names the requests that had not ended.
         """
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + self._deadline_s
+        for part in cut_to_window(self._ask(groups), self._window):
+            await self._run_part(part, max(0.0, end_s - loop.time()))
+        for group in groups:
+            assert len(group.rollouts) + len(group.partials) == self._sampling.n, f"{group.group_id} lost a completion"
+
+    def _ask(self, groups: Sequence[InFlight]) -> Iterator[Asked]:
         sampling, cap, salt = self._sampling, self._cap, self._tenant_salt
-        asked = [one for group in groups for one in requests_for(group, sampling, cap=cap, tenant_salt=salt)]
+        most = MOST_COMPLETIONS if self._window is None else min(MOST_COMPLETIONS, self._window.completions)
+        for group in groups:
+            yield from requests_for(group, sampling, cap=cap, tenant_salt=salt, most=most)
+
+    async def _run_part(self, asked: Sequence[Asked], timeout_s: float) -> None:
+        """Waits for: the last answer to these requests, by the step's deadline."""
         streams = [self._engine.submit(one.request) for one in asked]  # no await between: they enter together
         tasks = [asyncio.create_task(self._listen(one, s)) for one, s in zip(asked, streams, strict=True)]
         try:
-            _, waiting = await asyncio.wait(tasks, timeout=self._deadline_s, return_when=asyncio.FIRST_EXCEPTION)
+            _, waiting = await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
             for task in tasks:
                 if task.done():
                     task.result()
@@ -143,12 +192,10 @@ class Collector:
                 raise DeadlineError(
                     f"{len(late)} of {len(tasks)} requests had not ended {self._deadline_s:g} s after the step began "
                     f"({', '.join(late[:5])}{', …' if len(late) > 5 else ''}); owner: loop.collect",
-                    hint="raise rollout.deadline_s, or lower rollout.max_tokens",
+                    hint="raise rollout.deadline_s, or lower rollout.max_tokens or rollout.prompts_per_step",
                 )
         finally:
             await self._leave_none(tasks)
-        for group in groups:
-            assert len(group.rollouts) + len(group.partials) == self._sampling.n, f"{group.group_id} lost a completion"
 
     async def _leave_none(self, tasks: Sequence[asyncio.Task[None]]) -> None:
         """After a failure or Ctrl-C: end the listeners and whatever the engine still does for them."""

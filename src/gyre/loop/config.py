@@ -21,6 +21,9 @@ SERVING_ONLY = (
 )
 
 
+MOST_SEQUENCES = 2**18  # of one step, which is laid out whole in host memory before it is dealt to the trainer's ranks
+
+
 class RolloutConfig(Section):
     """What one loop step asks the engine for. Only what the trainer can do again: temperature and truncation."""
 
@@ -28,6 +31,10 @@ class RolloutConfig(Section):
     """Prompts taken from the data per loop step."""
     completions_per_prompt: int = Field(default=8, ge=1)
     """Completions of each prompt: the group that rewards are compared in."""
+    max_refills: int = Field(default=3, ge=0)
+    """Where the objective drops groups that teach nothing (dapo): rounds of further prompts per step that replace
+    them, one for each. When they are used up the step trains on what there is. 0 replaces none. A step samples at most
+    1 + max_refills times its prompts; rewards are then waited for before the reference and critic passes."""
     temperature: float = Field(default=1.0, gt=0.0)
     """Softmax temperature of rollouts."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
@@ -46,7 +53,7 @@ class RolloutConfig(Section):
     """Partial rollouts: a completion that has taken this many tokens in one loop step is set aside and continued in
     the next one, under the weights of then; 0 finishes each in its own step."""
     deadline_s: float = Field(default=600.0, gt=0.0)
-    """Longest wait for the rollouts of a step."""
+    """Longest wait for the rollouts of a step, and again for those of each refill."""
     reward_deadline_s: float = Field(default=120.0, gt=0.0)
     """Longest wait for rewards after the last rollout."""
 
@@ -123,7 +130,7 @@ class ColdStartConfig(Section):
 
     steps: int = Field(default=400, ge=1)
     """Optimiser steps."""
-    examples_per_step: int = Field(default=64, ge=1)
+    examples_per_step: int = Field(default=64, ge=1, le=MOST_SEQUENCES)
     """Examples per step."""
     learning_rate: float = Field(default=3e-3, ge=0.0)
     """Peak learning rate; falls to a tenth by a cosine."""

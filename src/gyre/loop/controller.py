@@ -1,7 +1,8 @@
 """The ring. In: parts that satisfy the contracts. Out: a policy that was rolled out, scored, trained and handed back.
 
     source.take ─▶ Collector ─Request─▶ engine            phase rollout   engine on the device
-        ▲             │  ◀─TokenChunk──┘   ▲                              (rule rewards run from the first one on)
+        ▲             │  ◀─TokenChunk──┘   ▲                              (rule rewards run from the first one on;
+        │             │                    │                               groups that teach nothing are replaced)
         │             ▼                    │
         │        Scoring ◀─ rollouts       │              phase score      policy, reference, reward model, critic
         │             │                    │
@@ -35,14 +36,17 @@ from gyre.loop.assemble import (
     add_part,
     assemble,
     bare_batch,
+    num_unscored,
+    refill_metrics,
     reward_metrics,
 )
-from gyre.loop.collect import Collector, InFlight, as_group, keep_scores, open_groups, split_whole
+from gyre.loop.collect import Collector, InFlight, Window, as_group, keep_scores, split_whole
 from gyre.loop.config import EvalConfig, RolloutConfig
 from gyre.loop.evaluate import Rollouts
 from gyre.loop.failures import find_failures, lower_failed, refuse_failures
 from gyre.loop.handover import Handover
 from gyre.loop.ports import Parts, StageSpec
+from gyre.loop.refill import PromptFeed, Sampled, drops_equal, filter_metric, why_filtered_by_score
 from gyre.loop.resume import Progress, is_due, note_outcome, to_snapshot
 from gyre.loop.scoring import Scoring
 from gyre.objectives.config import needs_critic, needs_policy_logprobs, needs_reference
@@ -60,15 +64,18 @@ class RingConfig:
     max_failed_share: float  # of a reward part's checks in a step; past it the run stops
     reward_model: tuple[str, float] | None = None  # (part name, weight) of a learnt reward
     restart_engine: bool = False
+    window: Window | None = None  # what the engine takes at once; None: everything
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collected:
     """What phases rollout and score left behind."""
 
-    groups: list[Group]
+    groups: list[Group]  # to be trained on
+    sampled: list[Group]  # these and those that were replaced
     in_flight: list[InFlight]
-    passes: Passes
+    rollouts: Sampled
+    passes: Passes  # over `groups`
     windows: Mapping[str, float]  # the overlap account
 
 
@@ -93,12 +100,17 @@ class Ring:
             accuracy=config.accuracy,
             seed=stage.seed,
             emit=self._emit,
+            window=config.window,
         )
+        self._feed = PromptFeed(parts.source, config.rollout, seed=stage.seed)
+        self._metric = filter_metric(stage.objective, config.accuracy)
 
     async def run(self, progress: Progress) -> Progress:
         """Go on from `progress` to the end of the stage."""
         if progress.source is not None:
             self._parts.source.restore(progress.source)
+        if reason := why_filtered_by_score(self._stage.objective, self._config.accuracy):
+            self._emit("fallback.filter_by_score", stage=self._stage.name, reason=reason)
         await self._publish(progress.step)
         if not progress.evals:
             progress = await self._evaluate(progress, "before")
@@ -114,45 +126,60 @@ class Ring:
     async def _step(self, progress: Progress) -> Progress:
         step, started_s = progress.step + 1, time.monotonic()
         collected = await self._collect(progress, step)
-        self._look_at_failures(collected.groups, step)
-        assembled = assemble(self._stage.objective, collected.groups, collected.passes, step=step)
+        self._look_at_failures(collected.sampled, step)
+        assembled = assemble(
+            self._stage.objective, collected.groups, collected.passes, step=step, accuracy=self._config.accuracy
+        )
         self._count(assembled, collected, step)
         await self._enter("train", step)
         with self._phase("train", step=step):
             report = await self._parts.trainer.step(assembled.batch)
         await self._publish(step)
         self._report(step, report, collected, assembled, time.monotonic() - started_s)
-        self._keep_samples(step, collected.groups)
+        self._keep_samples(step, collected.sampled)
         return replace(progress, step=step, source=self._parts.source.state(), in_flight=collected.in_flight)
 
     async def _collect(self, progress: Progress, step: int) -> Collected:
         """Phases rollout and score."""
-        config, groups = self._config.rollout, self._begin(progress, step)
+        config = self._config.rollout
         async with Scoring(self._scorer, deadline_s=config.reward_deadline_s) as scoring:
             await self._enter("rollout", step)
-            rollout_from_s = time.monotonic()
             with self._phase("rollout", step=step):
-                await self._collector(scoring).run(groups)
+                rollouts = await self._feed.roll_out(
+                    progress.in_flight,
+                    self._collector(scoring),
+                    scoring,
+                    step=step,
+                    max_refills=self._max_refills(),
+                    metric=self._metric,
+                )
             rollout_to_s = time.monotonic()
-            whole, in_flight = split_whole(groups, config.completions_per_prompt)
+            whole, in_flight = split_whole(rollouts.groups, config.completions_per_prompt)
             await self._handover.leave_rollout(step=step)
             await self._enter("score", step)
             with self._phase("score", step=step):
-                passes, learnt = await self._passes(whole, step)
+                kept = [group for group in whole if group.group_id not in rollouts.dropped]
+                passes, learnt = await self._passes(kept, whole, step)
                 score_to_s = time.monotonic()
-                keep_scores(groups, await scoring.finish())
-            windows = scoring.account(rollout=(rollout_from_s, rollout_to_s), reference=(rollout_to_s, score_to_s))
+                keep_scores(rollouts.groups, await scoring.finish())
+            account = scoring.account(rollout=rollouts.windows, reference=(rollout_to_s, score_to_s))
         done = [as_group(group) for group in whole]
         if learnt is not None and self._config.reward_model is not None:
             done = add_part(done, *self._config.reward_model, learnt)
-        return Collected(groups=lower_failed(done), in_flight=in_flight, passes=passes, windows=windows)
+        done = lower_failed(done)
+        return Collected(
+            groups=[group for group in done if group.group_id not in rollouts.dropped],
+            sampled=done,
+            in_flight=in_flight,
+            rollouts=rollouts,
+            passes=passes,
+            windows=account,
+        )
 
-    def _begin(self, progress: Progress, step: int) -> list[InFlight]:
-        """What was in flight goes on first; new prompts fill up the rest."""
-        carried = list(progress.in_flight)
-        fresh = max(0, self._config.rollout.prompts_per_step - len(carried))
-        prompts = self._parts.source.take(fresh) if fresh else ()
-        return carried + open_groups(prompts, run_seed=self._stage.seed, step=step)
+    def _max_refills(self) -> int:
+        """A learnt reward comes after the rollouts: a filter by score waits for it, and replaces nothing."""
+        waits = self._metric is None and self._config.reward_model is not None
+        return self._config.rollout.max_refills if drops_equal(self._stage.objective) and not waits else 0
 
     def _collector(self, scoring: Scoring) -> Collector:
         config = self._config.rollout
@@ -164,25 +191,28 @@ class Ring:
             cap=config.max_tokens_per_iteration,
             deadline_s=config.deadline_s,
             emit=self._emit,
+            window=self._config.window,
         )
 
-    async def _passes(self, whole: Sequence[InFlight], step: int) -> tuple[Passes, np.ndarray | None]:
-        """Policy, reference, reward and critic passes over the whole groups, while rule rewards still run."""
-        bare = bare_batch([as_group(group, scored=False) for group in whole], step=step)
+    async def _passes(
+        self, kept: Sequence[InFlight], whole: Sequence[InFlight], step: int
+    ) -> tuple[Passes, np.ndarray | None]:
+        """Policy, reference and critic passes over the groups to be trained on, the reward pass over all whole ones,
+        while rule rewards still run."""
+        bare = bare_batch([as_group(group, scored=False) for group in kept], step=step)
         trainer, objective = self._parts.trainer, self._stage.objective
         policy = reference = critic = learnt = None
-        if not bare.sequences:
-            return Passes(), None
-        if needs_policy_logprobs(objective):
+        if needs_policy_logprobs(objective) and kept:
             with self._phase("policy", step=step):
                 policy = await trainer.evaluate(bare, "policy")
-        if needs_reference(objective):
+        if needs_reference(objective) and kept:
             with self._phase("reference", step=step):
                 reference = await trainer.evaluate(bare, "reference")
-        if self._config.reward_model is not None:
+        if self._config.reward_model is not None and whole:
+            every = bare_batch([as_group(group, scored=False) for group in whole], step=step)
             with self._phase("reward", step=step):
-                learnt = (await trainer.evaluate(bare, "reward")).per_sequence
-        if needs_critic(objective):
+                learnt = (await trainer.evaluate(every, "reward")).per_sequence
+        if needs_critic(objective) and kept:
             with self._phase("critic", step=step):
                 critic = await trainer.evaluate(bare, "critic")
         return Passes(policy=policy, reference=reference, critic=critic), learnt
@@ -218,10 +248,19 @@ class Ring:
 
     def _count(self, assembled: Assembled, collected: Collected, step: int) -> None:
         """Nothing silent: what was left out of training."""
-        if assembled.num_dropped_groups:
-            self._emit("drop.equal_groups", step=step, count=assembled.num_dropped_groups)
+        rollouts = collected.rollouts
+        if equal := assembled.num_dropped_groups + len(rollouts.dropped):
+            self._emit("drop.equal_groups", step=step, count=equal)
         if assembled.num_groups_without_pair:
             self._emit("drop.groups_without_pair", step=step, count=assembled.num_groups_without_pair)
+        if unscored := num_unscored(collected.sampled):
+            self._emit("drop.unscored", step=step, count=unscored)
+        if assembled.num_truncated:
+            self._emit("drop.truncated", step=step, count=assembled.num_truncated)
+        if rollouts.refills:
+            self._emit("rollouts.refilled", step=step, rounds=rollouts.refills, prompts=rollouts.num_refilled)
+        if rollouts.num_missing:
+            self._emit("rollouts.refills_exhausted", step=step, rounds=rollouts.refills, missing=rollouts.num_missing)
         if collected.in_flight:
             self._emit("rollouts.carried", step=step, groups=len(collected.in_flight))
         self._emit("reward.window", step=step, **collected.windows)
@@ -229,12 +268,12 @@ class Ring:
     def _report(
         self, step: int, report: StepReport, collected: Collected, assembled: Assembled, seconds: float
     ) -> None:
-        groups = collected.groups
-        rewards = reward_metrics(groups, self._config.accuracy) if groups else {}
+        groups = collected.sampled
         sampled = sum(int(r.sampled.sum()) for group in groups for r in group.rollouts)
         metrics = {
-            **rewards,
+            **reward_metrics(groups, self._config.accuracy),
             **assembled.metrics,
+            **refill_metrics(self._stage.objective, collected.rollouts, assembled, len(groups)),
             **report.metrics,
             **report.measured,
             "tokens_per_second": report.num_tokens / max(seconds, 1e-9),

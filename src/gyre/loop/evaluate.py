@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from gyre.core.contracts import PolicyTrainer, RolloutEngine, Scorer
+from gyre.core.errors import InputError
 from gyre.core.records import Prompt, Sampling, TrainBatch
 from gyre.loop.accuracy import AccuracyMetric, is_right
-from gyre.loop.collect import Collector, as_group, keep_scores, open_groups
+from gyre.loop.collect import Collector, Window, as_group, keep_scores, open_groups
 from gyre.loop.config import EvalConfig, RolloutConfig
 from gyre.loop.failures import find_failures, lower_failed
 from gyre.loop.ports import Emit, TextPort
@@ -48,7 +49,9 @@ class Rollouts:
         accuracy: AccuracyMetric | None,
         seed: int,
         emit: Emit,
+        window: Window | None = None,
     ) -> None:
+        self._window = window
         self._engine, self._scorer, self._text, self._seed, self._emit = engine, scorer, text, seed, emit
         self._accuracy = accuracy
         self._rollout = rollout
@@ -71,13 +74,19 @@ class Rollouts:
                 emit=self._emit,
                 tenant_salt=EVALUATION,
                 length_key=self._length_key,
+                window=self._window,
             )
             await collector.run(groups)
             keep_scores(groups, await scoring.finish())
         done = lower_failed([as_group(group) for group in groups])
         for failure in find_failures(done):
             self._emit("warn.reward_failed", where="evaluation", **failure.fields())
-        rewards = [group.scores[0].value for group in done]
+        rewards = [group.scores[0].value for group in done if group.scores[0].is_scored]
+        if not rewards and self._accuracy is None:
+            raise InputError(
+                f"none of the {len(done)} completions of the evaluation could be scored",
+                hint="warn.reward_failed in events.jsonl says which reward failed, and how",
+            )
         right = rewards if self._accuracy is None else [is_right(group.scores[0], self._accuracy) for group in done]
         rollouts = [rollout for group in done for rollout in group.rollouts]
         return Outcome(
@@ -85,7 +94,7 @@ class Rollouts:
             value=float(np.mean(right)),
             n=len(right),
             detail={
-                "reward": float(np.mean(rewards)),
+                **({"reward": float(np.mean(rewards))} if rewards else {}),
                 "length": float(np.mean([int(rollout.sampled.sum()) for rollout in rollouts])),
                 "cut_off_share": float(np.mean([rollout.finish == "length" for rollout in rollouts])),
             },

@@ -8,6 +8,7 @@ loop.evaluate.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from types import TracebackType
 
 from gyre.core.contracts import Scorer
@@ -62,10 +63,10 @@ class Scoring:
                 task.result()
         return self._scores
 
-    def account(self, *, rollout: Interval, reference: Interval) -> dict[str, float]:
+    def account(self, *, rollout: Sequence[Interval], reference: Interval) -> dict[str, float]:
         """Seconds for a `reward.window` event."""
         rules = [(score.started_s, score.ended_s) for score in self._scores.values()]
-        return overlap_account(rules, rollout=[rollout], reference=[reference])
+        return overlap_account(rules, rollout=rollout, reference=[reference])
 
     def _stop_waking(self) -> None:
         if self._wake is not None:

@@ -28,7 +28,8 @@ class Sample:
     logprobs_C: np.ndarray | None = None  # the policy's by the trainer, needed when the KL is in the reward
     reference_logprobs_C: np.ndarray | None = None  # needed when the KL is in the reward
     values_C: np.ndarray | None = None  # the critic's, needed by ppo
-    last_value: float = 0.0  # the critic's value after the last token if the completion was cut off; 0 if it ended
+    last_value: float = 0.0  # the critic's value after the last token where returns are bootstrapped; else 0
+    in_loss: bool = True  # False: counts in its group's baseline, but not in the batch's statistics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +101,9 @@ def gae(
 
 def whiten(values: Sequence[np.ndarray], weights: Sequence[np.ndarray] | None = None) -> list[np.ndarray]:
     """Shift and scale ragged arrays by their common (weighted) mean and standard deviation."""
-    flat = np.concatenate([np.asarray(v, dtype=np.float64) for v in values]) if len(values) else np.empty(0)
+    if not len(values):
+        return []
+    flat = np.concatenate([np.asarray(v, dtype=np.float64) for v in values])
     mass = np.ones_like(flat) if weights is None else np.concatenate([np.asarray(w, dtype=np.float64) for w in weights])
     total = mass.sum()
     if total == 0.0:
@@ -195,7 +198,7 @@ def _without_critic(
             later = [np.zeros(samples[i].num_tokens) for i in group]
         for i, value, kl_to_come in zip(group, values, later, strict=True):
             per_token[i] = value - kl_to_come
-    return whiten(per_token) if config.scale == "batch_std" else per_token
+    return _whiten_trained(samples, per_token) if config.scale == "batch_std" else per_token
 
 
 def _with_critic(
@@ -213,4 +216,10 @@ def _with_critic(
         )
         per_token.append(advantages_C)
         returns.append(returns_C)
-    return (whiten(per_token) if config.whiten else per_token), returns
+    return (_whiten_trained(samples, per_token) if config.whiten else per_token), returns
+
+
+def _whiten_trained(samples: Sequence[Sample], per_token: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Whiten by the statistics of the tokens that are trained on."""
+    weights = [np.full(len(values), float(s.in_loss)) for s, values in zip(samples, per_token, strict=True)]
+    return whiten(per_token, weights)

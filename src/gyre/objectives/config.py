@@ -25,7 +25,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         # Shao et al. 2024, arXiv 2402.03300, eq. 3: mean over tokens, then over sequences
         "grpo": {**_GROUP, **_CLIPPED, "aggregation": "sequence"},
-        # Yu et al. 2025, arXiv 2503.14476, eq. 8: clip-higher, token-level mean, groups with spread only
+        # Yu et al. 2025, arXiv 2503.14476, eq. 8 and 11: clip-higher, token-level mean, dynamic sampling
         "dapo": {**_GROUP, **_CLIPPED, "clip_high": 0.28, "aggregation": "token", "equal_groups": "drop"},
         # Liu et al. 2025, arXiv 2503.20783, section 3.2: neither division by the standard deviation nor by the length
         "dr_grpo": {**_GROUP, **_CLIPPED, "scale": "none", "aggregation": "fixed_length"},
@@ -138,6 +138,9 @@ class PolicyConfig(Section):
     entropy_coef: float = Field(default=0.0, ge=0.0)
     """Weight of the entropy bonus: the exact entropy of each token's distribution after temperature and truncation,
     averaged as the loss is (verl; TRL averages it over tokens). Neither the ratio nor tis_cap weighs it."""
+    mask_truncated: bool = False
+    """Leave completions that reached rollout.max_tokens out of the loss. Their scores still count in their group's
+    baseline; the denominator and the batch's statistics do not see them (DAPO's overlong filtering)."""
 
     @model_validator(mode="before")
     @classmethod
@@ -187,7 +190,11 @@ class GrpoConfig(PolicyConfig):
     scale: Literal["group_std", "batch_std", "none"] = "group_std"
     """What advantages are divided by; batch_std also subtracts the batch mean, over all sampled tokens."""
     equal_groups: Literal["keep", "drop"] = "keep"
-    """What the loop does with groups whose rewards are all equal: they teach nothing but count in the mean."""
+    """keep: groups that teach nothing still count in the loss's mean. drop: they are left out before batch statistics,
+    and replaced by up to rollout.max_refills rounds of further prompts (dynamic sampling)."""
+    filter_metric: Literal["accuracy", "score"] = "accuracy"
+    """What "drop" looks at. accuracy keeps groups with 0 < number right < size, by eval.metric (DAPO, eq. 11); where no
+    part of a weight other than 0 judges correctness, the score decides. score drops groups of equal scores."""
 
     @model_validator(mode="before")
     @classmethod
@@ -208,6 +215,10 @@ class PpoConfig(PolicyConfig):
     """Per-token estimator: k1 log-ratio, k2 half its square, k3 unbiased and positive, k3_plus k3 with k2 gradient."""
     gamma: float = Field(default=1.0, gt=0.0, le=1.0)
     """Discount per token."""
+    bootstrap_truncated: bool = False
+    """Add the critic's value after the last token to the return of a completion that reached rollout.max_tokens
+    (Pardo et al. 2018, arXiv 1712.00378). Right where rewards withhold their verdict on such completions. Rewards
+    that score them as they stand make max_tokens the end of the episode: the value after it is 0."""
     lam: float = Field(default=0.95, ge=0.0, le=1.0)
     """Weight of longer returns in generalised advantage estimation; 1 is Monte Carlo, 0 one-step."""
     whiten: bool = True

@@ -50,6 +50,20 @@ PANELS = (
         metrics=("reward/*",),
     ),
     Panel(
+        panel_id="sampled_per_kept",
+        title="Sampled for one kept",
+        unit="",
+        help="Prompts (and completions) sampled for one group that is trained on; the others teach nothing.",
+        metrics=("sampled_per_kept",),
+    ),
+    Panel(
+        panel_id="left_out",
+        title="Left out",
+        unit="fraction",
+        help="Share of groups that teach nothing, and of completions that no reward could score.",
+        metrics=("equal_groups_share", "unscored_share"),
+    ),
+    Panel(
         panel_id="length",
         title="Completion length",
         unit="tokens",

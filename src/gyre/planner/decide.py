@@ -82,7 +82,7 @@ def make_plan(inputs: PlanInputs, hardware: Hardware) -> Plan:
         sequences_per_update=per_update,
         tokens_per_chunk=trial.tokens_per_chunk,
     )
-    derived = derive(sizes, inputs)
+    derived = derive(sizes, inputs, max_running=base.max_running)
     return Plan(
         objective=inputs.objective,
         device=base.device,
@@ -102,7 +102,7 @@ def make_plan(inputs: PlanInputs, hardware: Hardware) -> Plan:
         start=trial.start,
         phases=trial.phases,
         reasons=reasons,
-        notes=(*derived.notes, *_notes(inputs, base, hardware, trial)),
+        notes=(*inputs.remarks, *derived.notes, *_notes(inputs, base, hardware, trial)),
         hardware=hardware,
     )
 

@@ -71,8 +71,19 @@ def _size_rows(plan: Plan) -> list[tuple[str, ...]]:
             ("max_running", plan.max_running, "completions", ""),
             ("page_tokens", plan.page_tokens, "tokens", ""),
             ("kv_pages", plan.kv_pages, "pages", ""),
+            ("queue, longest", derived.longest_queue, "completions", _queue_reason(plan)),
         ]
+        if derived.most_sampled_per_step > derived.sequences_per_step:
+            why = "1 + rollout.max_refills times the sequences of a step"
+            rows.append(("sampled_per_step, most", derived.most_sampled_per_step, "completions", why))
     return [(name, f"{value:,}", unit, why or plan.reasons.get(name, "given")) for name, value, unit, why in rows]
+
+
+def _queue_reason(plan: Plan) -> str:
+    parts = plan.derived.submissions
+    if parts == 1:
+        return "a step's completions that wait while max_running run"
+    return f"the engine's queue bounds it: a step's requests are submitted in {parts:,} parts, one after the other"
 
 
 def _phase_head(plan: Plan) -> tuple[str, ...]:

@@ -128,6 +128,11 @@ class PlanInputs:
     kv_pages: int | None = None
     kv_host_bytes: int = 0  # of host memory for KV of preempted completions
     max_running: int | None = None  # completions that hold pages at the same time
+    max_queued: int | None = None  # completions that an engine lets wait; None: no bound
+    max_queued_tokens: int | None = None  # given tokens that it lets wait; None: no bound
+    engines: int = 1  # that share a step's completions
+    max_refills: int = 0  # rounds of further prompts per step, in place of those that teach nothing
+    remarks: tuple[str, ...] = ()  # what the loop does that no number says, for the plan's notes
     engine_tokens_per_step: int = 2048
     batch_invariant: bool = False
     residency: Residency | None = None
@@ -162,6 +167,9 @@ class DerivedSizes:
     expected_tokens_per_step: int  # when completions are half as long as they may be
     most_tokens_per_step: int
     chunks_per_update: int  # of full length, at most
+    longest_queue: int = 0  # completions that wait while as many as fit run, at most
+    submissions: int = 1  # parts in which a step's requests reach the engines
+    most_sampled_per_step: int = 0  # completions, with every group that teaches nothing replaced as often as allowed
     notes: tuple[str, ...] = ()
 
 

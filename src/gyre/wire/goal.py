@@ -42,7 +42,8 @@ def accuracy_metric(config: RunConfig) -> AccuracyMetric | None:
     if part is None:
         return None
     right = part.right if part.kind == "answer" else 1.0
-    return AccuracyMetric(part=part.name, threshold=right if threshold is None else threshold)
+    threshold = right if threshold is None else threshold
+    return AccuracyMetric(part=part.name, threshold=threshold, rewarded=part.weight != 0.0)
 
 
 def why_unjudged(config: RunConfig, stage: str) -> str:

@@ -26,6 +26,7 @@ from gyre.engine.native import NativeEngine
 from gyre.engine.runners import why_not_fused
 from gyre.kernels.allocator import keep_freed_memory
 from gyre.kernels.choose import why_too_old
+from gyre.loop.collect import Window
 from gyre.loop.evaluate import Rollouts
 from gyre.loop.ports import TextPort
 from gyre.models.checkpoint import Checkpoint
@@ -271,7 +272,23 @@ def try_rewards(config: RunConfig, prompts: Sequence[Prompt], tokenizer: Tokeniz
 
 def make_judge(config: RunConfig, engine: RolloutEngine, scorer: RuleScorer, text: TextPort, emit: Emit) -> Rollouts:
     seed, accuracy = derive_seed(config.run.seed, "eval"), accuracy_metric(config)
-    return Rollouts(engine, scorer, text, config.rollout, config.eval, accuracy=accuracy, seed=seed, emit=emit)
+    return Rollouts(
+        engine,
+        scorer,
+        text,
+        config.rollout,
+        config.eval,
+        accuracy=accuracy,
+        seed=seed,
+        emit=emit,
+        window=engine_window(config.engine),
+    )
+
+
+def engine_window(engine: EngineConfig) -> Window:
+    """What the loop may leave unanswered at once: what a single engine takes, so that none refuses it, also when it is
+    the last one that is left of a pool."""
+    return Window(completions=engine.max_running + engine.max_queued, tokens=engine.max_queued_tokens)
 
 
 def make_sinks(config: RunConfig, folder: Path, events: EventLog) -> list[TensorBoardSink | WandbSink]:

@@ -15,7 +15,7 @@ from gyre.objectives.config import needs_rollouts
 from gyre.rewards.score import RuleScorer
 from gyre.runconfig import RunConfig
 from gyre.wire.goal import accuracy_metric
-from gyre.wire.make import Emit, make_judge, make_scorer
+from gyre.wire.make import Emit, engine_window, make_judge, make_scorer
 from gyre.wire.placement import Placed
 from gyre.wire.stages import Stage, StageData
 
@@ -61,6 +61,7 @@ class Built:
                 accuracy=accuracy_metric(config),
                 max_failed_share=config.rewards.max_failed_share,
                 reward_model=(reward.name, reward.weight) if reward else None,
+                window=engine_window(config.engine),
                 restart_engine=config.memory.leave.get("engine") == "destroy",
             )
             return Ring(spec, parts, ring, compute=self._compute)

@@ -18,6 +18,7 @@ from gyre.data.config import DataConfig
 from gyre.data.examples import load_examples
 from gyre.data.pairs import load_pairs
 from gyre.data.sources import PairSource, PromptSet, ShuffledSource, load_prompts
+from gyre.loop.refill import drops_equal, filter_metric, why_filtered_by_score
 from gyre.models.hub_files import CONFIG_FILE, find_folder, read_json
 from gyre.models.spec import ModelSpec, spec_from_hub_config
 from gyre.objectives.config import (
@@ -40,6 +41,7 @@ from gyre.runconfig import RunConfig
 from gyre.text.tokenizer import Tokenizer
 from gyre.trainer.blocks import check_codes
 from gyre.trainer.config import TrainerConfig, refuse_cut
+from gyre.wire.goal import accuracy_metric
 from gyre.wire.order import COLD_START, MAIN
 
 Emit = Callable[..., None]
@@ -234,6 +236,7 @@ def plan_run(
         model for model in ("critic", "reference", "reward") if getattr(config.parallel, model).zero is not None
     )
     inputs = replace(inputs, ranks=ranks, shards=shards, shared_weights=shared, engines_alone=alone, lie_apart=apart)
+    inputs = replace(inputs, engines=ranks + config.cluster.engine_workers)
     return make_plan(inputs, cut_hardware(read_hardware(disk), share))
 
 
@@ -296,6 +299,10 @@ def read_inputs(
         kv_pages=config.engine.num_pages or None,
         kv_host_bytes=config.engine.kv_host_bytes,
         max_running=config.engine.max_running,
+        max_queued=config.engine.max_queued,
+        max_queued_tokens=config.engine.max_queued_tokens,
+        max_refills=config.rollout.max_refills if drops_equal(stage.objective) else 0,
+        remarks=filter_remarks(config, stage.objective),
         engine_tokens_per_step=config.engine.token_budget,
         batch_invariant=config.engine.batch_invariant,
         residency=None if memory.residency == "auto" else memory.residency,
@@ -308,6 +315,22 @@ def read_inputs(
         reference_average=bool(stage.trainer.reference_moving_average),
         sum_gradients=config.parallel.sum_gradients,
     )
+
+
+def filter_remarks(config: RunConfig, objective: AnyObjective) -> tuple[str, ...]:
+    """What dynamic sampling looks at, for the plan."""
+    if not drops_equal(objective):
+        return ()
+    accuracy = accuracy_metric(config)
+    metric = filter_metric(objective, accuracy)
+    what = f"'{metric.part}' is at least {metric.threshold:g} in none or all" if metric else "all scores are equal"
+    refills = config.rollout.max_refills
+    if metric is None and config.rewards.model_part() is not None:
+        then = "none is replaced, because the learnt reward comes after the rollouts"
+    else:
+        then = f"further prompts replace them, {refills} times a step at most" if refills else "none is replaced"
+    reason = why_filtered_by_score(objective, accuracy)
+    return (f"groups are dropped in which {what}; {then}" + (f" ({reason})" if reason else ""),)
 
 
 def reward_numbers(config: RunConfig) -> ModelNumbers | None:

@@ -1,0 +1,136 @@
+"""Dynamic sampling: which groups teach nothing, and how many further prompts replace them. In: scored groups, the
+objective, what counts as right. Out: verdicts, and the rollouts of a step. Callers: loop.controller, loop.assemble.
+
+    groups ──▶ roll out ──▶ scores ──▶ equal groups dropped ──▶ as many further prompts, at most max_refills times
+
+Yu et al. 2025, arXiv 2503.14476, eq. 11: a group is kept with 0 < number right < size. The decisions are pure.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gyre.core.contracts import PromptSource
+from gyre.core.records import Group, Score
+from gyre.loop.accuracy import AccuracyMetric, is_right
+from gyre.loop.collect import Collector, InFlight, as_group, keep_scores, open_groups, split_whole
+from gyre.loop.config import RolloutConfig
+from gyre.loop.scoring import Scoring
+from gyre.objectives.config import AnyObjective, GrpoConfig
+from gyre.observe.overlap import Interval
+
+
+def filter_metric(objective: AnyObjective, accuracy: AccuracyMetric | None) -> AccuracyMetric | None:
+    """What "all equal" means for groups of this objective: equally right by this metric, or None for equal scores.
+    A part of weight 0 is watched only: it decides nothing."""
+    if not _asks_for_accuracy(objective) or accuracy is None or not accuracy.rewarded:
+        return None
+    return accuracy
+
+
+def why_filtered_by_score(objective: AnyObjective, accuracy: AccuracyMetric | None) -> str:
+    """Why the filter looks at the score although it was to look at correctness; "" where it does not."""
+    if not _asks_for_accuracy(objective) or filter_metric(objective, accuracy) is not None:
+        return ""
+    why = "no reward part judges correctness" if accuracy is None else f"part '{accuracy.part}' has weight 0"
+    return f"objective.filter_metric = 'accuracy', and {why}: the score decides"
+
+
+def _asks_for_accuracy(objective: AnyObjective) -> bool:
+    return drops_equal(objective) and isinstance(objective, GrpoConfig) and objective.filter_metric == "accuracy"
+
+
+def drops_equal(objective: AnyObjective) -> bool:
+    """Whether groups that teach nothing are left out of the batch."""
+    return isinstance(objective, GrpoConfig) and objective.equal_groups == "drop"
+
+
+def is_equal(scores: Sequence[Score], metric: AccuracyMetric | None) -> bool:
+    """Whether no scored sibling is better than another: none or all are right, or all scores are equal. Samples that
+    no part could score do not count; a group with fewer than two others is equal."""
+    scored = [score for score in scores if score.is_scored]
+    if len(scored) < 2:
+        return True
+    if metric is None:
+        return len({score.value for score in scored}) == 1
+    return sum(is_right(score, metric) for score in scored) in (0, len(scored))
+
+
+def find_equal(groups: Sequence[Group], metric: AccuracyMetric | None) -> frozenset[str]:
+    """Ids of the groups that teach nothing."""
+    return frozenset(group.group_id for group in groups if is_equal(group.scores, metric))
+
+
+def num_missing(*, wanted: int, kept: int, in_flight: int) -> int:
+    """How many further prompts a step needs: one for each that was dropped. Groups in flight keep their places, so
+    there are never more groups than wanted and none that was kept is thrown away."""
+    return max(0, wanted - kept - in_flight)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """The rollouts of one step."""
+
+    groups: list[InFlight]  # all, in the order in which they were begun
+    dropped: frozenset[str]  # ids of whole groups that teach nothing, as far as it was looked
+    refills: int  # rounds made
+    num_refilled: int  # prompts sampled in them
+    num_missing: int  # prompts still missing when the rounds were used up
+    windows: list[Interval]  # when rollouts were being generated
+
+
+class PromptFeed:
+    """Rolls out a step's prompts, and further ones in place of those that teach nothing."""
+
+    def __init__(self, source: PromptSource, config: RolloutConfig, *, seed: int) -> None:
+        self._source, self._config, self._seed = source, config, seed
+
+    async def roll_out(
+        self,
+        carried: Sequence[InFlight],
+        collector: Collector,
+        scoring: Scoring,
+        *,
+        step: int,
+        max_refills: int,
+        metric: AccuracyMetric | None,
+    ) -> Sampled:
+        """What was in flight goes on first; new prompts fill up the rest. Ends after 1 + max_refills rounds: a pure
+        function of seed, data cursor and scores. Without refills scores are not waited for, and nothing is dropped."""
+        config, groups = self._config, list(carried)
+        fresh = self._begin(max(0, config.prompts_per_step - len(groups)), step, first=0)
+        windows: list[Interval] = []
+        dropped: frozenset[str] = frozenset()
+        refills = num_refilled = missing = 0
+        groups += fresh
+        todo = groups
+        while True:
+            from_s = time.monotonic()
+            await collector.run(todo)
+            windows.append((from_s, time.monotonic()))
+            if not max_refills:
+                break
+            keep_scores(groups, await scoring.finish())
+            whole, in_flight = split_whole(groups, config.completions_per_prompt)
+            dropped = find_equal([as_group(group) for group in whole], metric)
+            kept = len(whole) - len(dropped)
+            missing = num_missing(wanted=config.prompts_per_step, kept=kept, in_flight=len(in_flight))
+            if not missing or refills == max_refills:
+                break
+            todo = self._begin(missing, step, first=len(groups))
+            groups = groups + todo
+            refills, num_refilled = refills + 1, num_refilled + missing
+        return Sampled(
+            groups=groups,
+            dropped=dropped,
+            refills=refills,
+            num_refilled=num_refilled,
+            num_missing=missing,
+            windows=windows,
+        )
+
+    def _begin(self, count: int, step: int, *, first: int) -> list[InFlight]:
+        prompts = self._source.take(count) if count else ()
+        return open_groups(prompts, run_seed=self._seed, step=step, first=first)
