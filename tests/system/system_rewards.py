@@ -65,4 +65,4 @@ def breaks_later(task, completion, *, flag, way):
         return varied(task, completion)
     if way == "raises":
         raise RuntimeError(f"no service for {len(completion)} characters")  # the line that a person wants to see
-    return {"nan": float("nan"), "none": None, "text": "1.0"}[way]
+    return float("nan")

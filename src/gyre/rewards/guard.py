@@ -18,6 +18,7 @@ import select
 import signal
 import socket
 import sys
+import traceback
 from typing import NoReturn
 
 from gyre.rewards.jail import kernel, watch
@@ -81,8 +82,7 @@ def _become_nursery(control_fd: int, alive_fd: int, out_fd: int, libraries: list
         kernel.die_with_parent(0)
         worker.nursery(socket.socket(fileno=control_fd), alive_fd)
     except BaseException:
-        sys.excepthook(*sys.exc_info())
-        sys.stderr.flush()
+        traceback.print_exc()
         raise
 
 
