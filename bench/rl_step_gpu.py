@@ -44,7 +44,10 @@ SPECS = {
     "8b": ModelSpec(hidden_size=4096, num_layers=36, num_heads=32, mlp_size=12_288, tied=False, **COMMON),
 }
 # Of a model whose state does not fit beside its gradients on one device, it lies in host memory.
-SETS = {"0.6b": (), "8b": ('trainer.offload_optimizer="host"', 'memory.residency="spill"', "memory.host_budget_bytes=118111600640"),
+SETS = {
+    "0.6b": (),
+    "8b": ('trainer.offload_optimizer="host"', 'memory.residency="spill"', "memory.host_budget_bytes=118111600640"),
+}
 
 
 def main() -> None:
