@@ -31,20 +31,19 @@ _UNITS = {
     for group in groups.split(";")
     for word in group.split()
 }
-_NO_UNITS = frozenset(
-    (
-        "zero one two three four five six seven eight nine ten twenty twos threes fours fives sixes sevens eights "
-        "nines tens hundred thousand million billion trillion dozen score gross lakh crore hundreds thousands "
-        "millions billions trillions dozens scores double triple twice half third quarter fourth fifth halves "
-        "thirds quarters fourths fifths sixths sevenths eighths ninths tenths hundredths thousandths percent "
-        "percents percentage percentages cent cents per point squared cubed factorial factorials root power "
-        "powers plus minus mod modulo times divided multiplied over under not never wrong false incorrect and nor "
-        "but less more least most fewer than about almost around nearly roughly approximately maybe perhaps "
-        "possibly else other others even odd negative positive equals equal answer answers guess choose from into "
-        "off out pi the with without either neither both all any some none what which how many much find for are "
-        "was were yes below above "
-    ).split()
+_NO_UNIT_WORDS = (
+    "zero one two three four five six seven eight nine ten twenty twos threes fours fives sixes sevens eights "
+    "nines tens hundred thousand million billion trillion dozen score gross lakh crore hundreds thousands "
+    "millions billions trillions dozens scores double triple twice half third quarter fourth fifth halves "
+    "thirds quarters fourths fifths sixths sevenths eighths ninths tenths hundredths thousandths percent "
+    "percents percentage percentages cent cents per point squared cubed factorial factorials root power "
+    "powers plus minus mod modulo times divided multiplied over under not never wrong false incorrect and nor "
+    "but less more least most fewer than about almost around nearly roughly approximately maybe perhaps "
+    "possibly else other others even odd negative positive equals equal answer answers guess choose from into "
+    "off out pi the with without either neither both all any some none what which how many much find for are "
+    "was were yes below above "
 )
+_NO_UNITS = frozenset(_NO_UNIT_WORDS.split())
 _POWER = re.compile(r"(.+?)(?:\^\{?([23])\}?|([²³]))")
 _AREA = re.compile(r"(square|sq|cubic) (.+)", re.IGNORECASE)
 _SIGN_OR_LETTER = re.compile(r"(?<=[0-9]) ?([A-Za-z])(?![A-Za-z])|([A-Za-z]{2,})|([$€£¥₹¢°])")
