@@ -92,7 +92,7 @@ def _ascii_latex(text: str) -> str:
     text = re.sub(r"\^\{?\\circ\}?|\\degree", "°", text).replace("\\$", "$").replace("\\%", "%").replace("\\!", "")
     text = re.sub(r"\\(?:text|mathrm|mbox) ?\{([^{}]*)\}", r" \1", text)
     text = re.sub(r"^(\*\*|\$)([^*$]+)\1(?= )", r"\2", text)  # **42** apples
-    return " ".join(re.sub(r"\\[,;: ]|(?<=[0-9])~", " ", text).split())
+    return " ".join(re.sub(r"\\[,;: ]|(?<=[0-9])~(?=[A-Za-z\\])", " ", text).split())
 
 
 def _value(form: Form, found: re.Match[str]) -> Number | None:

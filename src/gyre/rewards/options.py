@@ -14,7 +14,7 @@ from gyre.rewards.markup import bare
 
 _ALONE = re.compile(r"(?:(?:option|choice) )?(?:\(([A-Za-z])\)|([A-Za-z])[).:]?)", re.IGNORECASE)
 _WITH_TEXT = re.compile(r"(?:(?:option|choice) )?(?:\(([A-Za-z])\)[.:]?|([A-Za-z])[).:]) ?(\S.*)", re.IGNORECASE)
-_HEDGED = re.compile(r"(?i:\b(?:or|and|not|nor|neither|either|both)\b)|&|/|\b[B-HJ-Z]\b|\b[A-Za-z]\)")
+_HEDGED = re.compile(r"(?i:\b(?:or|and|not|nor|neither|either|both)\b)|&|/|\b[B-HJ-Z]\b|\b[A-Za-z]\)|^[A-Za-z]\W*$")
 _LONGEST = 1000  # characters
 
 

@@ -2,7 +2,8 @@
 
 A unit is: a unit or currency of the list below, also as "km/h", "cm^2", "square metres", "miles per hour"; a word of
 the question ("42 sheep"); a plural of one word ("42 apples"). Words that change the number ("dozen", "halves",
-"percent", "squared") or doubt it ("not", "or") are none.
+"percent", "squared") or doubt it ("not", "or") are none; some plurals ("squares", "pairs") are units only of a question
+that has them.
 Caller: rewards.numbers.
 """
 
@@ -44,6 +45,11 @@ _NO_UNIT_WORDS = (
     "was were yes below above "
 )
 _NO_UNITS = frozenset(_NO_UNIT_WORDS.split())
+_ONLY_IF_ASKED_WORDS = (
+    "pairs couples squares cubes roots logs sins sines cosines factors multiples negatives opposites inverses "
+    "reciprocals nots ands lakhs crores millones grands bits"
+)
+_ONLY_IF_ASKED = frozenset(_ONLY_IF_ASKED_WORDS.split())
 _POWER = re.compile(r"(.+?)(?:\^\{?([23])\}?|([²³]))")
 _AREA = re.compile(r"(square|sq|cubic) (.+)", re.IGNORECASE)
 _SIGN_OR_LETTER = re.compile(r"(?<=[0-9]) ?([A-Za-z])(?![A-Za-z])|([A-Za-z]{2,})|([$€£¥₹¢°])")
@@ -110,5 +116,6 @@ def _word(text: str, question: str) -> Unit | None:
     if not re.fullmatch(r"[a-z]{3,20}", word) or word in _NO_UNITS:
         return None
     in_question = re.search(rf"(?<![a-z]){word}s?(?![a-z])", question.casefold()) is not None
-    is_plural = len(word) > 3 and word.endswith("s") and not word.endswith(("ss", "us", "is"))
-    return Unit(name=word.removesuffix("s"), is_word=True) if in_question or is_plural else None
+    is_plural = len(word) > 3 and word.endswith("s") and not word.endswith(("ss", "us", "is", "ths"))
+    fits = in_question or (is_plural and word not in _ONLY_IF_ASKED)
+    return Unit(name=word.removesuffix("s"), is_word=True) if fits else None
