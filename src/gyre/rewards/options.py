@@ -15,6 +15,7 @@ from gyre.rewards.markup import bare
 _ALONE = re.compile(r"(?:(?:option|choice) )?(?:\(([A-Za-z])\)|([A-Za-z])[).:]?)", re.IGNORECASE)
 _WITH_TEXT = re.compile(r"(?:(?:option|choice) )?(?:\(([A-Za-z])\)[.:]?|([A-Za-z])[).:]) ?(\S.*)", re.IGNORECASE)
 _HEDGED = re.compile(r"(?i:\b(?:or|and|not|nor|neither|either|both)\b)|&|/|\b[B-HJ-Z]\b|\b[A-Za-z]\)|^[A-Za-z]\W*$")
+_MARK = re.compile(r"(?<![A-Za-z0-9(])(?:\(([A-Z])\)[.:]?|([A-Z])[).:])\s*(?=\S)")
 _LONGEST = 1000  # characters
 
 
@@ -43,9 +44,10 @@ def read_option(answer: str, question: str = "") -> str | None:
 
 
 def _shown(letter: str, question: str) -> list[str]:
-    """What the question writes behind this letter's mark, each time to the end of the text."""
-    marks = re.finditer(rf"(?<![A-Za-z0-9(])(?:\({letter}\)[.:]?|{letter}[).:])\s*(?=\S)", question)
-    return [_plain(question[mark.end() : mark.end() + _LONGEST]) for mark in marks]
+    """What the question writes behind this letter's mark, each time to the next letter's mark."""
+    marks = [(mark[1] or mark[2], mark) for mark in _MARK.finditer(question)]
+    ends = [mark.start() for _, mark in marks[1:]] + [len(question)]
+    return [_plain(question[mark.end() : end]) for (name, mark), end in zip(marks, ends, strict=True) if name == letter]
 
 
 def _plain(text: str) -> str:
