@@ -45,9 +45,13 @@ def read_option(answer: str, question: str = "") -> str | None:
 
 def _shown(letter: str, question: str) -> list[str]:
     """What the question writes behind this letter's mark, each time to the next letter's mark."""
-    marks = [(mark[1] or mark[2], mark) for mark in _MARK.finditer(question)]
-    ends = [mark.start() for _, mark in marks[1:]] + [len(question)]
-    return [_plain(question[mark.end() : end]) for (name, mark), end in zip(marks, ends, strict=True) if name == letter]
+    marks = list(_MARK.finditer(question))
+    ends = [mark.start() for mark in marks[1:]] + [len(question)]
+    return [
+        _plain(question[mark.end() : end])
+        for mark, end in zip(marks, ends, strict=False)
+        if letter in (mark[1], mark[2])
+    ]
 
 
 def _plain(text: str) -> str:
