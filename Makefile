@@ -1,13 +1,14 @@
 # demo: the main job. test: what a newcomer runs. test-all: every real part. All of them make and fill .venv first.
 PYTHON ?= python3
 VENV := .venv
+PEERS := .venvs/peers
 BIN := $(VENV)/bin
 GYRE := $(BIN)/gyre
 # Test files that run side by side, each worker with one thread of arithmetic.
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: demo install install-dev test test-all test-failed check gpu-test bench bench-gpu bench-gpus clean
+.PHONY: demo install install-dev test test-all test-failed peers check gpu-test bench bench-gpu bench-gpus clean
 
 demo: install
 	$(GYRE) train configs/arith_grpo_cpu.toml --check-goal
@@ -25,6 +26,13 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,data,track,cluster,moments]'
 	touch $@
 
+# TRL and verl in an environment of their own, for the tests that compare with them.
+peers: $(PEERS)/.installed
+
+$(PEERS)/.installed: tests/peers/environment.py $(VENV)/.installed-dev
+	$(BIN)/python tests/peers/environment.py $(PEERS)
+	touch $@
+
 check: install-dev
 	$(BIN)/ruff check src tests bench
 	$(BIN)/ruff format --check src tests bench
@@ -34,7 +42,9 @@ check: install-dev
 test: check
 	$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not gpu"
 
+# Without the package index the tests that need the peers fail, each with the reason; the others still run.
 test-all: check
+	-$(MAKE) peers
 	$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not gpu"
 
 # What failed in the last run, with nothing beside it.
@@ -73,4 +83,4 @@ bench: install
 	$(BIN)/python bench/grpo_step.py
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) $(PEERS) runs

@@ -8,7 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gyre.rewards.answer import clean_label, compare, extract, match_answer, parse_number
+from gyre.rewards.answer import clean_label, compare, extract, match_answer
+from gyre.rewards.checks import Tools, build_check
+from gyre.rewards.config import AnswerPart
+from gyre.rewards.messages import Item
+from gyre.rewards.numbers import read_number
 
 FORMS = ("tag", "boxed", "hash")
 
@@ -40,6 +44,8 @@ def test_forms_are_a_choice():
     assert extract(r"<answer>1</answer> \boxed{2}", ("boxed",)) == "2"
     assert extract(r"<answer>1</answer> \boxed{2}", ("tag", "boxed")) == "1"
     assert extract("first 3, then 1,250.5 apples", ("number",)) == "1,250.5"
+    assert extract("it falls by 50 %.", ("number",)) == "50 %"
+    assert extract("9-7", ("number",)) == "7" and extract("so -7.", ("number",)) == "-7"
     assert extract("  yes ", ("plain",)) == "yes"
 
 
@@ -60,7 +66,8 @@ def test_extraction_never_raises(text):
     for form in ("tag", "boxed", "hash", "number", "plain"):
         extract(text, (form,))
     extract("\\boxed{" + text, FORMS)
-    parse_number(text)
+    read_number(text, text)
+    compare(text, "B", how="auto", question=text)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +98,8 @@ def test_extraction_never_raises(text):
     ],
 )
 def test_reads_numbers(text, value):
-    assert parse_number(text) == value
+    number = read_number(text)
+    assert (number.value if number else None) == value
 
 
 @given(numerator=st.integers(-(10**9), 10**9), denominator=st.integers(1, 10**6))
@@ -105,13 +113,71 @@ def test_one_number_in_three_spellings(numerator, denominator):
     if value.denominator == 1:
         spellings += [str(value.numerator), f"{value.numerator:,}", f"{value.numerator}.0"]
     for spelling in spellings:
-        assert parse_number(spelling) == value
+        number = read_number(spelling)
+        assert number is not None and number.value == value
         assert compare(spelling, spellings[0], how="numeric").outcome == "right"
 
 
 @given(value=st.integers(-(10**12), 10**12), off=st.integers(1, 1000))
 def test_whole_numbers_have_no_tolerance(value, off):
     assert compare(str(value + off), str(value), how="numeric", tolerance=0.1).outcome == "wrong"
+    assert compare(f"{value}.{off:04}", str(value), how="numeric", tolerance=0.1).outcome == "wrong"
+
+
+@given(digits=st.integers(10001, 99999), power=st.integers(-290, 290), apart=st.integers(1, 40000))
+def test_tolerance_is_relative_at_every_magnitude(digits, power, apart):
+    label = f"{digits / 1e4:.4f}e{power}"
+    assert compare(f"{digits / 1e4:.4f}0e{power}", label, how="numeric").outcome == "right"
+    assert compare(f"{digits / 1e4 + apart * 1e-4:.4f}e{power}", label, how="numeric").outcome == "wrong"
+    assert compare("0", label, how="numeric").outcome == "wrong"
+
+
+@pytest.mark.parametrize(
+    ("answer", "outcome"),
+    [("3.14159", "right"), ("3.135", "right"), ("3.15", "wrong"), ("3.1", "wrong"), ("3", "wrong")],
+)
+def test_a_wide_tolerance_ends_at_the_digits_of_the_label(answer, outcome):
+    assert compare(answer, "3.14", how="numeric", tolerance=0.5).outcome == outcome
+
+
+expressions = st.recursive(
+    st.integers(0, 99).map(str),
+    lambda inner: st.builds(lambda a, sign, b: f"{a}{sign}{b}", inner, st.sampled_from(list("+-*/^=,;:|±×")), inner),
+    max_leaves=5,
+)
+
+
+@given(text=expressions, label=st.integers(-200, 200))
+def test_an_expression_is_no_answer_to_a_whole_number(text, label):
+    for how in ("auto", "numeric"):
+        right = compare(text, str(label), how=how).outcome == "right"
+        assert right == (text == str(label) or (text.isdigit() and int(text) == label))
+
+
+@given(value=st.fractions(min_value=-1000, max_value=1000, max_denominator=50), factor=st.sampled_from([100, 10000]))
+def test_percent_is_never_off_by_a_hundred(value, factor):
+    label = f"{value.numerator}%" if value.numerator else "1%"
+    number = int(label[:-1])
+    for answer in (f"{number * factor}%", str(number * factor), f"{number}e-{len(str(factor)) - 1}%"):
+        assert compare(answer, label, how="auto", question="What percentage?").outcome == "wrong"
+
+
+@pytest.mark.parametrize("compare_key", ["auto", "numeric"])
+def test_the_check_pays_no_copied_question(compare_key):
+    check = build_check(AnswerPart(compare=compare_key).for_check(), Tools())
+
+    def value(answer: str, label: str, question: str) -> float:
+        task = {"answer": label}
+        return check(Item(text=f"<answer>{answer}</answer>", task=task, prompt=question, finish="stop", num_tokens=9))[
+            0
+        ]
+
+    asked = "State the final answer to the following arithmetic problem: 4 - 1 + 7 + 7 - 7 ="
+    assert value("4 - 1 + 7 + 7 - 7", "10", asked) == 0.0
+    assert value("10", "10", asked) == 1.0
+    assert value("50%", "50", "What percentage of them is red?") == 1.0
+    assert value("50%", "50", asked) == 0.0
+    assert value("0.5", "50%", "Write 0.5 as a percentage.") == 0.0
 
 
 @pytest.mark.parametrize(
@@ -122,20 +188,23 @@ def test_whole_numbers_have_no_tolerance(value, off):
         ("42.0", "42", "numeric", "right"),
         ("0.333", "1/3", "numeric", "wrong"),
         ("0.33333333", "1/3", "numeric", "right"),
-        ("50%", "0.5", "numeric", "right"),
+        ("50%", "0.5", "numeric", "wrong"),
         ("about five", "5", "numeric", "unreadable answer"),
         ("5", "five", "numeric", "unreadable label"),
         ("Paris.", "paris", "auto", "right"),
         ("London", "Paris", "auto", "wrong"),
         (r"\text{Yes}", "yes", "auto", "right"),
         (r"\frac{\sqrt{2}}{2}", r"\frac{1}{\sqrt{2}}", "auto", "right"),
-        ("x = 5", "5", "auto", "right"),
-        ("2^3", "8", "auto", "right"),
+        ("x = 5", "5", "auto", "unreadable answer"),
+        ("2^3", "8", "auto", "unreadable answer"),
+        ("2^3", "8", "numeric", "unreadable answer"),
+        ("2^3", "8", "latex", "right"),
+        ("500", "5%", "latex", "wrong"),
         ("(x+1)^2", "x^2+2x+1", "latex", "right"),
         (r"\{2,1\}", r"\{1,2\}", "latex", "right"),
         ("(-\\infty, 3]", "(-\\infty, 3)", "latex", "wrong"),
-        ("1, 2, 42", "42", "auto", "wrong"),
-        ("42 or 43", "42", "auto", "wrong"),
+        ("1, 2, 42", "42", "auto", "unreadable answer"),
+        ("42 or 43", "42", "auto", "unreadable answer"),
         ("???", "5", "auto", "unreadable answer"),
         (r"\frac{3}{", "5", "auto", "unreadable answer"),
         ("5", "???", "latex", "unreadable label"),
@@ -147,7 +216,7 @@ def test_outcomes(answer, label, how, outcome):
 
 def test_no_label_is_told_apart_from_no_answer():
     right = r"<answer>5</answer>"
-    for label in (None, "", "  ", [], {"a": 1}, True):
+    for label in (None, "", "  ", [], {"a": 1}, True, float("nan"), float("inf")):
         assert match_answer(right, label, forms=FORMS).outcome == "unreadable label"
     assert match_answer("5", "5", forms=FORMS).outcome == "unreadable answer"
     assert match_answer(right, 5, forms=FORMS).outcome == "right"
@@ -162,7 +231,14 @@ def test_only_the_tail_is_read():
 
 def test_slow_comparison_is_announced_first():
     told = []
-    for answer, label, slow in (("5", "5", 0), ("5.0", "5", 0), ("cat", "dog", 0), ("2^3", "8", 1)):
+    for answer, label, slow in (
+        ("5", "5", 0),
+        ("5.0", "5", 0),
+        ("cat", "dog", 0),
+        ("2^3", "8", 0),
+        ("A", "B", 0),
+        ("2^x", "x^2", 1),
+    ):
         told.clear()
         compare(answer, label, how="auto", before_latex=lambda: told.append(1))
         assert len(told) == slow

@@ -16,7 +16,7 @@ from gyre.core.errors import DeadlineError
 from gyre.rewards.config import RewardsConfig
 from gyre.rewards.score import RuleScorer
 
-TOWER = r"<think></think><answer>9^{9^{9^{9^{9}}}}</answer>"
+TOWER = r"<think>a</think><answer>9^{9^{9^{9^{9}}}}</answer>"
 MODULE = """
 import os, signal, subprocess, sys, time
 
@@ -96,8 +96,8 @@ def test_weighted_sum_with_a_reason_for_each_part():
 
 def test_a_tower_of_exponents_is_killed_and_costs_one_part():
     parts = [{"kind": "answer", "limit_s": 1.0}, {"kind": "format", "weight": 0.25}]
-    rollouts = [rollout(n, f"<think></think><answer>{n}.0</answer>", {"answer": str(n)}) for n in range(40)]
-    rollouts[7] = rollout(7, TOWER, {"answer": "5"})
+    rollouts = [rollout(n, f"<think>a</think><answer>{n}.0</answer>", {"answer": str(n)}) for n in range(40)]
+    rollouts[7] = rollout(7, TOWER, {"answer": "5 + x"})
     scores, events = _score(parts, rollouts)
     tower = scores.pop(7)
     assert [part.outcome for part in tower.parts] == ["timeout", "ok"] and tower.value == 0.25

@@ -8,42 +8,41 @@ Finding: the first form of `forms` whose mark occurs decides, by its last occurr
     number  the last number in the text
     plain   the whole text
 
-Comparing, `how`: exact (same characters), numeric (same number), latex (same value, by math-verify), auto (exact, then
-numeric if both are numbers, then latex if the label is mathematics). Numbers may have thousands separators, be
-fractions (3/4, \\frac{3}{4}, 1 1/2), carry $ or %. Whole numbers must agree exactly, others within a tolerance.
+Comparing, `how`:
+
+    exact    same characters
+    numeric  both one number (rewards.numbers)
+    latex    numbers if both are, else same value by math-verify, which evaluates: the question is an answer too
+    auto     by the label. A number: numeric. An option's letter: rewards.options. A date, a time of day or text without
+             mathematics: the same words. Anything else: the same words or latex
+
+docs/rewards.md lists what counts as a number, a percentage, a unit and an option, and the tolerance.
 math-verify can compute without end on a few characters (a tower of exponents), so `compare` belongs in a process that
-can be killed; all else here is linear in the text. Callers: rewards.checks, evaluations through `wire`.
+can be killed; all else here is linear in the text. Callers: rewards.checks.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any, Literal
+
+from gyre.rewards.markup import bare
+from gyre.rewards.numbers import DECIMAL, read_number, same_number
+from gyre.rewards.options import read_label, read_option
 
 Form = Literal["tag", "boxed", "hash", "number", "plain"]
 How = Literal["auto", "exact", "numeric", "latex"]
 Outcome = Literal["right", "wrong", "unreadable answer", "unreadable label"]
 
 _LONGEST_MATH = 1000  # characters that are still taken for one expression
-_WHOLE = r"[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+"
-_DECIMAL = rf"(?:(?:{_WHOLE})(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{{1,3}})?"
-_NUMBER = re.compile(rf"([-+]?)({_DECIMAL})")
-_RATIO = re.compile(r"([-+]?)([0-9]+)/([0-9]+)")
-_MIXED = re.compile(r"([-+]?)([0-9]+) ([0-9]+)/([0-9]+)")
-_FRACTION = re.compile(r"([-+]?)\\[dtc]?frac(?:\{([-+]?[0-9]+)\}|([0-9]))(?:\{([-+]?[0-9]+)\}|([0-9]))")
-_READERS: tuple[tuple[re.Pattern[str], Callable[[list[str]], Fraction]], ...] = (
-    (_NUMBER, lambda parts: Fraction(parts[0].replace(",", ""))),
-    (_RATIO, lambda parts: Fraction(int(parts[0]), int(parts[1]))),
-    (_MIXED, lambda parts: int(parts[0]) + Fraction(int(parts[1]), int(parts[2]))),
-    (_FRACTION, lambda parts: Fraction(int(parts[0]), int(parts[1]))),
-)
-_IN_TEXT = re.compile(rf"[-+]?(?:{_DECIMAL})(?:/[0-9]+)?")
+_IN_TEXT = re.compile(rf"(?:(?<![0-9A-Za-z)])[-+])?(?:{DECIMAL})(?:/[0-9]+)?(?: ?\\?%)?")
 _MATHEMATICAL = re.compile(r"[0-9\\^_=<>+*/(){}\[\]|-]")
+_DATE_OR_TIME = re.compile(r"[0-9]{1,4}([-/.])[0-9]{1,2}\1[0-9]{1,4}|[0-9]{1,2}:[0-9]{2}(?::[0-9]{2})?")
 _WRAPPER = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")
 
 
@@ -63,21 +62,28 @@ def match_answer(
     how: How = "auto",
     tolerance: float = 1e-6,
     tail_chars: int = 0,
+    question: str = "",
     before_latex: Callable[[], None] | None = None,
 ) -> Match:
-    """Find the answer in the last `tail_chars` characters (0: all) and compare it with the label."""
+    """Find the answer in the last `tail_chars` characters (0: all) and compare it with the label.
+
+    tolerance: relative, for numbers that are not whole. question: what was asked; it says whether percent counts, which
+    words are units and which text an option has.
+    """
     wanted = clean_label(label)
     if wanted is None:
         return Match(outcome="unreadable label", reason=f"the task has no readable answer: {_short(label)}")
     found = extract(text[-tail_chars:] if tail_chars else text, forms)
     if found is None:
         return Match(outcome="unreadable answer", reason=f"no answer found as {' or '.join(forms)}")
-    return compare(found, wanted, how=how, tolerance=tolerance, before_latex=before_latex)
+    return compare(found, wanted, how=how, tolerance=tolerance, question=question, before_latex=before_latex)
 
 
 def clean_label(label: Any) -> str | None:
     """The label as text; of a worked solution what follows #### or stands in its last \\boxed. None when empty."""
     if isinstance(label, bool) or not isinstance(label, str | int | float):
+        return None
+    if isinstance(label, float) and not math.isfinite(label):
         return None
     text = str(label)
     for form in ("hash", "boxed"):
@@ -150,69 +156,56 @@ _EXTRACTORS: dict[str, Callable[[str], tuple[bool, str | None]]] = {
 
 
 def compare(
-    answer: str, label: str, *, how: How, tolerance: float = 1e-6, before_latex: Callable[[], None] | None = None
+    answer: str,
+    label: str,
+    *,
+    how: How,
+    tolerance: float = 1e-6,
+    question: str = "",
+    before_latex: Callable[[], None] | None = None,
 ) -> Match:
     """Say whether an extracted answer is the label. From `before_latex` on it may never return: see the file's head."""
     if answer.strip() == label.strip():
         return Match(outcome="right", reason=f"{_short(answer)} is the answer")
     if how == "exact":
         return _wrong(answer, label)
-    ours, theirs = parse_number(answer), parse_number(label)
-    if ours is not None and theirs is not None:
-        percent = ("%" in answer) != ("%" in label)
-        return _verdict(_same_number(ours, theirs, tolerance, percent=percent), answer, label)
-    if how == "numeric":
-        if theirs is None:
-            return Match(outcome="unreadable label", reason=f"the label {_short(label)} is not a number")
-        return Match(outcome="unreadable answer", reason=f"{_short(answer)} is not a number")
-    if how == "auto" and _same_words(answer, label):
-        return Match(outcome="right", reason=f"{_short(answer)} is the answer")
-    if how == "auto" and not _MATHEMATICAL.search(label):
-        return _wrong(answer, label)
+    theirs = read_number(label, question, lead_in=False)
+    if how == "numeric" and theirs is None:
+        return Match(outcome="unreadable label", reason=f"the label {_short(label)} is not a number")
+    if theirs is not None:
+        ours = read_number(answer, question)
+        if ours is not None:
+            return _verdict(same_number(ours, theirs, tolerance=tolerance, question=question), answer, label)
+        if how != "latex":
+            return Match(outcome="unreadable answer", reason=f"{_short(answer)} is not a number")
+    if how == "auto":
+        found = _compare_words(answer, label, question)
+        if found is not None:
+            return found
     if before_latex is not None:
         before_latex()
     return _compare_latex(answer, label, label_is_text=how == "auto")
 
 
-def parse_number(text: str) -> Fraction | None:
-    """Read one number that fills the text, or None. Exponents have three digits at most, so this is always quick."""
-    if len(text) > 200:
-        return None
-    text = _normalise(text)
-    for pattern, value in _READERS:
-        found = pattern.fullmatch(text)
-        if found:
-            sign, *parts = found.groups()
-            try:
-                size = value([part for part in parts if part is not None])
-            except (ZeroDivisionError, ValueError):
-                return None
-            return -size if sign == "-" else size
+def _compare_words(answer: str, label: str, question: str) -> Match | None:
+    """Decide what needs no mathematics, or return None."""
+    letter = read_label(label)
+    if letter is not None:
+        return _verdict(read_option(answer, question) == letter, answer, label)
+    if _same_words(answer, label):
+        return Match(outcome="right", reason=f"{_short(answer)} is the answer")
+    if _DATE_OR_TIME.fullmatch(label.strip()) or not _MATHEMATICAL.search(label):
+        return _wrong(answer, label)
     return None
-
-
-def _normalise(text: str) -> str:
-    text = text.strip().replace("−", "-").replace("{,}", ",").replace("\\,", "").replace("\\!", "").replace("\\ ", " ")
-    for mark in ("\\(", "\\)", "\\[", "\\]", "\\$", "$", "\\%", "%", "\\left", "\\right", "\\displaystyle"):
-        text = text.replace(mark, "")
-    return " ".join(text.split()).rstrip(".").replace("- ", "-")
-
-
-def _same_number(ours: Fraction, theirs: Fraction, tolerance: float, *, percent: bool) -> bool:
-    if percent and _same_number(ours * 100, theirs, tolerance, percent=False):
-        return True
-    if percent and _same_number(ours, theirs * 100, tolerance, percent=False):
-        return True
-    if ours.denominator == theirs.denominator == 1:
-        return ours == theirs
-    return abs(ours - theirs) <= Fraction(tolerance) * max(1, abs(theirs))
 
 
 def _same_words(answer: str, label: str) -> bool:
     def plain(text: str) -> str:
         return " ".join(_WRAPPER.sub(r"\1", text).split()).rstrip(".").casefold()
 
-    return plain(answer) == plain(label)
+    if len(answer) > _LONGEST_MATH:  # nothing to take off of a text this long
+        return plain(answer) == plain(label)
+    return plain(bare(answer)) == plain(bare(label, lead_in=False))
 
 
 def _compare_latex(answer: str, label: str, *, label_is_text: bool) -> Match:

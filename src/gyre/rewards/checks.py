@@ -38,7 +38,8 @@ def _build_answer(options: Mapping[str, Any], tools: Tools) -> Check:
     def check(item: Item) -> Verdict:
         found = answer.match_answer(
             item.text, _field(item.task, options["label_field"]), forms=options["forms"], how=options["compare"],
-            tolerance=options["tolerance"], tail_chars=options["tail_chars"], before_latex=tools.before_slow,
+            tolerance=options["tolerance"], tail_chars=options["tail_chars"], question=item.prompt,
+            before_latex=tools.before_slow,
         )  # fmt: skip
         if found.outcome == "unreadable label":
             return 0.0, f"unreadable label: {found.reason}", "invalid"

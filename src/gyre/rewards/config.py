@@ -72,10 +72,13 @@ class AnswerPart(_Part):
     """Where the answer stands: <answer> tag, \\boxed{}, after ####, last number, all text; the first found decides."""
 
     compare: Literal["auto", "exact", "numeric", "latex"] = "auto"
-    """How answers are compared; auto tries exact, then numeric, then math-verify."""
+    """How answers are compared: exact (same characters), numeric (both one number), latex (same value by math-verify,
+    which evaluates: the question counts as an answer), auto (by the label: a number is compared as numeric, an option's
+    letter as that, words as words, anything else as latex). docs/rewards.md has the rules."""
 
     tolerance: float = Field(default=1e-6, ge=0.0)
-    """Relative difference up to which two numbers that are not whole are the same."""
+    """Relative difference up to which an answer is a label that is not whole; never more than half a unit of the
+    label's last decimal. Whole labels are exact."""
 
     tail_chars: int = Field(default=0, ge=0)
     """Read only this many characters from the end of the completion; 0 reads all."""
@@ -95,7 +98,7 @@ class AnswerPart(_Part):
 
 
 class FormatPart(_Part):
-    """Checks for one <think> block and then one <answer> block, nothing else."""
+    """Checks for one <think> block and then one <answer> block, both with something inside, and nothing else."""
 
     kind: Literal["format"] = "format"
     """R1 format checker."""
@@ -104,7 +107,8 @@ class FormatPart(_Part):
     """The prompt ends with <think>, so completions begin inside it."""
 
     partial: bool = False
-    """Give 0.2 for each of the four tags that stands exactly once, when the format as a whole is not met."""
+    """When the format as a whole is not met, give 0.2 for each of the four tags that stands once; nothing when those
+    are out of order, and nothing for the two tags of an empty block."""
 
 
 class LengthPart(_Part):

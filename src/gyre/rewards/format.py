@@ -2,18 +2,21 @@
 
     <think> … </think> <answer> … </answer>
 
-Each tag exactly once, in this order, nothing outside but whitespace. Also `length_value`, the penalty for completions
-that are too long. Caller: rewards.checks.
+Each tag exactly once, in this order, nothing outside but whitespace; a letter or a digit inside <think>, a visible
+character inside <answer>. Also `length_value`, the penalty for completions that are too long. Caller: rewards.checks.
 """
 
 from __future__ import annotations
+
+import unicodedata
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 def check_format(text: str, *, opened_by_prompt: bool = False, partial: bool = False) -> tuple[float, str]:
-    """Return 1.0 for the format, else 0.0; with `partial`, 0.2 for each tag that stands exactly once.
+    """Return 1.0 for the format, else 0.0; with `partial`, 0.2 for each tag that stands once.
 
+    `partial` gives nothing when those tags are not in order, and nothing for the two tags of an empty block.
     opened_by_prompt: the prompt ended with <think>, so the completion begins inside it.
     """
     if opened_by_prompt:
@@ -21,7 +24,7 @@ def check_format(text: str, *, opened_by_prompt: bool = False, partial: bool = F
     fault = _fault(text)
     if fault is None:
         return 1.0, "one <think> block, then one <answer> block"
-    return (0.2 * sum(text.count(tag) == 1 for tag in TAGS) if partial else 0.0), fault
+    return (0.2 * _tags_that_count(text) if partial else 0.0), fault
 
 
 def _fault(text: str) -> str | None:
@@ -41,7 +44,30 @@ def _fault(text: str) -> str | None:
     for where, rest in outside.items():
         if rest.strip():
             return f"text {where}: {rest.strip()[:40]!r}"
-    return None
+    empty = _empty_blocks(text)
+    return f"nothing inside {empty[0]}" if empty else None
+
+
+def _tags_that_count(text: str) -> int:
+    """How many tags stand once, less those of empty blocks; 0 when they are not in order."""
+    once = [tag for tag in TAGS if text.count(tag) == 1]
+    places = [text.index(tag) for tag in once]
+    return len(once) - 2 * len(_empty_blocks(text)) if places == sorted(places) else 0
+
+
+def _empty_blocks(text: str) -> list[str]:
+    """The opening tags of blocks whose two tags stand once, in order, with nothing to read between them."""
+    empty = []
+    for opening, closing, is_content in ((*TAGS[:2], str.isalnum), (*TAGS[2:], _is_visible)):
+        if text.count(opening) == text.count(closing) == 1 and text.index(opening) < text.index(closing):
+            inside = text[text.index(opening) + len(opening) : text.index(closing)]
+            if not any(is_content(letter) for letter in inside):
+                empty.append(opening)
+    return empty
+
+
+def _is_visible(letter: str) -> bool:
+    return unicodedata.category(letter)[0] not in "CZ"  # control and format characters, separators
 
 
 def length_value(num_tokens: int, *, soft_tokens: int, max_tokens: int) -> tuple[float, str]:

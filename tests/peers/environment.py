@@ -1,0 +1,64 @@
+"""Environment of the peers: TRL and verl beside the torch of `.venv`. In: a script and its cases. Out: its answer.
+
+    python tests/peers/environment.py FOLDER      makes it (`make peers`, part of `make test-all`; about 10 seconds)
+    ask(script, cases)                            runs a script in it, from a test
+
+The environment holds the packages named here and nothing else. All other modules are those of `.venv`, seen through a
+.pth file: there is one torch, and both sides of a comparison compute with it. Tests never import TRL or verl
+themselves; what calls them is a script `ask_*.py`, started as `python -P SCRIPT CASES.json ANSWER.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any
+
+PEERS = ("trl==1.16.0", "verl==0.9.1")
+NEEDS = (
+    "accelerate==1.15.0",  # trl's trainers
+    "codetiming==1.4.0",  # this and all below: verl.trainer.ppo
+    "cloudpickle==3.1.2",
+    "omegaconf==2.4.0",
+    "orjson==3.13.0",
+    "pyvers==0.2.3",
+    "tensordict==0.15.3",
+)
+"""What the modules that we call import and `.venv` lacks."""
+
+FOLDER = Path(__file__).parents[2] / ".venvs" / "peers"
+
+
+def build(folder: Path) -> None:
+    """Make the environment in `folder`, from scratch. A command that fails raises CalledProcessError."""
+    subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder)], check=True)
+    python = str(folder / "bin" / "python")
+    where = subprocess.check_output([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True)
+    (Path(where.strip()) / "gyre_venv.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    pip = [sys.executable, "-m", "pip", "--python", python, "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "install", "--no-deps", *PEERS, *NEEDS], check=True)
+
+
+def ask(script: Path, cases: Any, *, limit_s: float = 240.0) -> Any:
+    """Run `script` in the environment: `cases` go in and its answer comes out as JSON files.
+
+    Fails with AssertionError when there is no environment or the script fails.
+    """
+    python = FOLDER / "bin" / "python"
+    missing = f"no environment of the peers in {FOLDER.parent.name}/{FOLDER.name}: run `make peers` with the package index in reach"
+    assert (FOLDER / ".installed").exists(), missing
+    with tempfile.TemporaryDirectory() as folder:
+        given, answer = Path(folder, "cases.json"), Path(folder, "answer.json")
+        given.write_text(json.dumps(cases))
+        command = [str(python), "-P", str(script), str(given), str(answer)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s)
+        assert done.returncode == 0, f"{script.name} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+        return json.loads(answer.read_text())
+
+
+if __name__ == "__main__":
+    build(Path(sys.argv[1]))
