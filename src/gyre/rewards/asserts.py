@@ -179,7 +179,7 @@ class _Reader:
             raise NotKnown
         else:
             splitter.value(value)
-        self.keep_inside(target, value, names, _callee(value))
+        self.keep_inside(target, value, names, _callee(_replaced(value, names)))
 
     def keep_inside(self, target: ast.expr, value: ast.expr, names: dict[str, _Known], callee: str) -> None:
         """Give what a call returned a name inside the sandbox."""

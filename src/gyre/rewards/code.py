@@ -303,6 +303,10 @@ def _call_fault(case: Case, told: _Told, scope: Scope) -> str | None:
     assertion = case.assertion
     assert assertion.tree is not None
     values = {name: told.values[call] for name, call in assertion.values.items()}
+    if not any(isinstance(node, ast.Name) and node.id in values for node in ast.walk(assertion.tree)):
+        failed = [value.why for value in values.values() if isinstance(value, Failed)]
+        if failed:  # a plain fact holds only where the program loads
+            return failed[0]
     try:
         holds = bool(evaluate(assertion.tree, replace(scope, values=values)))
     except CallFailed as fault:

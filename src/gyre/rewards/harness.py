@@ -11,7 +11,9 @@ import json
 import os
 import sys
 
-MOST_NODES = 200_000
+MOST_NODES = 100_000
+MOST_CHARS = 1 << 19  # of all texts in one value
+MOST_INT_BITS = 1 << 18
 MOST_DEPTH = 150
 LISTS = (
     "deque",
@@ -43,15 +45,20 @@ def plain(value, room, depth=0):
         return value
     if isinstance(value, int):
         value = int.__int__(value)
+        if value.bit_length() > MOST_INT_BITS:
+            raise TooLarge(f"its value is a whole number of {value.bit_length()} bits")
         return value if -(1 << 60) < value < 1 << 60 else ["int", hex(value)]
     if isinstance(value, float):
         return float.__float__(value)
     if isinstance(value, str):
+        room[1] -= str.__len__(value)
+        if room[1] < 0:
+            raise TooLarge(f"its value has more than {MOST_CHARS} characters")
         return str.__str__(value)
     if isinstance(value, complex):
         return ["complex", value.real, value.imag]
     if isinstance(value, (bytes, bytearray)):
-        return ["bytes", value.hex()]
+        return ["bytes", plain(value.hex(), room, depth)]
     if isinstance(value, dict):
         return ["dict", *(plain(each, room, depth + 1) for pair in dict.items(value) for each in pair)]
     for kind, tag in ((list, "list"), (tuple, "tuple"), (set, "set"), (frozenset, "set")):
@@ -81,7 +88,7 @@ def perform(call, space):
         exec(call.get("statement") or call["check"], space)
         value = True
     try:
-        return plain(value, [MOST_NODES])
+        return plain(value, [MOST_NODES, MOST_CHARS])
     except TooLarge as fault:
         return ["large", str(fault)]
 

@@ -50,6 +50,7 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True):
     outcome: str = "ok"
     started_s: float = 0.0  # CLOCK_MONOTONIC, the same in all processes
     ended_s: float = 0.0
+    decided_inside: int = 0  # tests of code that the program under test could forge
 
 
 READY = -1

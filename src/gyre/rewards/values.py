@@ -180,7 +180,7 @@ def same(got: Any, wanted: Any, tolerance: float = 0.0, *, loose: bool = False) 
     if isinstance(wanted, Dict) and isinstance(got, Dict):
         return _same_pairs(got, wanted, tolerance, loose=loose)
     if isinstance(got, Set) and (isinstance(wanted, Set) or (loose and isinstance(wanted, list))):
-        return _same_elements(got, wanted, loose=loose)
+        return _same_elements(got, wanted)
     return bool(got == wanted)
 
 
@@ -191,14 +191,11 @@ def _close(got: float, wanted: float, tolerance: float) -> bool:
         return False
 
 
-def _same_elements(got: Set, wanted: Set | list[Any], *, loose: bool) -> bool:
+def _same_elements(got: Set, wanted: Set | list[Any]) -> bool:
     """A set from the sandbox that holds an element twice is forged, and equal to none."""
     if len(got) != len(wanted):
         return False
-    if isinstance(wanted, Set):
-        ours, theirs = got.order(), wanted.order()
-    else:
-        ours, theirs = (tuple(sorted(order(item, loose) for item in each)) for each in (got, wanted))
+    ours, theirs = got.order(), (wanted if isinstance(wanted, Set) else Set(wanted)).order()
     return ours == theirs and _each_once(ours)
 
 
@@ -225,7 +222,7 @@ def _text(key: Any) -> Any:
     return str(key) if isinstance(key, float | bool | None) else key
 
 
-def order(value: Any, loose: bool = False) -> tuple[Any, ...]:
+def order(value: Any) -> tuple[Any, ...]:
     """A key with a total order: two values have the same one exactly when Python's == holds between them."""
     if isinstance(value, complex) and value.imag == 0:
         value = value.real
@@ -234,11 +231,11 @@ def order(value: Any, loose: bool = False) -> tuple[Any, ...]:
     if isinstance(value, str):
         return 2, value
     if isinstance(value, list | tuple):
-        return 3 if loose or isinstance(value, tuple) else 4, tuple(order(item, loose) for item in value)
+        return 3 if isinstance(value, tuple) else 4, tuple(order(item) for item in value)
     if isinstance(value, Set):
         return 5, value.order()
     if isinstance(value, Dict):
-        return 6, tuple((key, order(item, loose)) for key, item in value.order())
+        return 6, tuple((key, order(item)) for key, item in value.order())
     if isinstance(value, bytes):
         return 7, value
     if isinstance(value, complex):

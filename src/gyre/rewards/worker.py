@@ -22,6 +22,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn, cast
 
+import msgspec
+
 from gyre.rewards.answer import compare
 from gyre.rewards.checks import QUICK, Check, Tools, build_check
 from gyre.rewards.executors import Cell
@@ -120,7 +122,8 @@ def serve(channel: socket.socket) -> None:
         channel.sendall(known)
         known.clear()
 
-    checks = build_checks(setup, tell)
+    inside: list[int] = []  # of the check that runs
+    checks = build_checks(setup, tell, inside.append)
     quick = [part["kind"] in QUICK for part in setup.parts]
     channel.sendall(frame(Verdict(index=READY)))
     while True:
@@ -133,11 +136,13 @@ def serve(channel: socket.socket) -> None:
                 tell()
             if place not in items:
                 items[place] = decode_item(job.items[place])
-            known += frame(judge(index, checks[part], items[place]))
+            verdict = judge(index, checks[part], items[place])
+            known += frame(msgspec.structs.replace(verdict, decided_inside=sum(inside)))
+            inside.clear()
         tell()
 
 
-def build_checks(setup: Setup, before_slow: Callable[[], None]) -> list[Check]:
+def build_checks(setup: Setup, before_slow: Callable[[], None], decided_inside: Callable[[int], None]) -> list[Check]:
     """The checks of all parts, with one sandbox cell among them, started at the first program."""
     cell = Cell(cast(Mode, setup.sandbox)) if setup.sandbox else None
 
@@ -145,7 +150,7 @@ def build_checks(setup: Setup, before_slow: Callable[[], None]) -> list[Check]:
         assert cell is not None
         return cell.run(program, limits=limits)
 
-    tools = Tools(run=run if cell is not None else None, before_slow=before_slow)
+    tools = Tools(run=run if cell is not None else None, before_slow=before_slow, decided_inside=decided_inside)
     return [build_check(part, tools) for part in setup.parts]
 
 
