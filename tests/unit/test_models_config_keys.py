@@ -59,7 +59,7 @@ def their_logits(folder: Path) -> Tensor | None:
         if any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")):
             return None
         with torch.no_grad():
-            return model.eval()(TOKENS_T[None])[0][0]  # return_dict may say: a tuple
+            return model.eval()(TOKENS_T[None], return_dict=True).logits[0]  # the key is about the form only
     except Exception:  # noqa: BLE001  whatever its reason
         return None
 
