@@ -59,7 +59,8 @@ def their_logits(folder: Path) -> Tensor | None:
         if any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")):
             return None
         with torch.no_grad():
-            return model.eval()(TOKENS_T[None], return_dict=True).logits[0]  # the key is about the form only
+            model.config.return_dict = True  # transformers itself cannot run these classes with false
+            return model.eval()(TOKENS_T[None]).logits[0]
     except Exception:  # noqa: BLE001  whatever its reason
         return None
 
