@@ -19,6 +19,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Pr
 from gyre.core.errors import InputError
 from gyre.models.hub_keys import IRRELEVANT, READ, keys_without_effect
 from gyre.models.load import load_hub
+from gyre.runconfig import RunConfig
+from gyre.wire.make import tell_ignored_keys
 
 CLASSES: dict[str, type[PreTrainedConfig]] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 TOKENS_T = some_tokens(77)[0]
@@ -257,5 +259,9 @@ def test_keys_that_nobody_reads_are_ignored_and_named(folders: dict[str, Path], 
     config = json.loads((folder / "config.json").read_text())
     assert keys_without_effect(config) == ["dual_chunk_attention_config", "temperature", "unsloth_fixed"]
     assert "temperature" in GenerationConfig().to_dict()
+    told: list[tuple[str, dict[str, Any]]] = []
+    run = RunConfig.model_validate({"model": {"path": str(folder)}})
+    tell_ignored_keys(run, lambda kind, **fields: told.append((kind, fields)))
+    assert told == [("warn.model_keys_ignored", {"folder": str(folder), "keys": keys_without_effect(config)})]
     for source in folders.values():
         assert keys_without_effect(json.loads((source / "config.json").read_text())) == []
