@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,8 @@ QUESTION = "Anna has 3 apples and buys 4 more. How many apples does she have?"
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_trains_and_exports(tmp_path: Path, family: str) -> None:
     model = save_checkpoint(tmp_path / "model", family)
+    hub = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**hub, "made_by": "me"}))
     rows = save_rows(tmp_path / "train.jsonl", gsm8k_rows(80))
     config = write_config(
         tmp_path,
@@ -38,6 +41,8 @@ def test_trains_and_exports(tmp_path: Path, family: str) -> None:
     run = Path(answer.json["run"])
     started = events_of(run, "run.started")[0]
     assert started["model"]["family"] == family
+    (ignored,) = events_of(run, "warn.model_keys_ignored")
+    assert ignored["keys"] == ["made_by"] and ignored["folder"] == str(model)
     assert len(events_of(run, "step.done")) == 2 and answer.json["version"] == 2
 
     before, after = load_file(model / "model.safetensors"), load_file(run / "export" / "model.safetensors")

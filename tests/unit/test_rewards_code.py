@@ -50,16 +50,16 @@ def test_finding_never_raises(text):
 
 def test_reads_every_shape_of_tests():
     (case,) = read_tests([{"stdin": "1", "stdout": "2"}], None)
-    assert (case.stdin, case.stdout, case.call) == ("1", "2", None)
+    assert (case.stdin, case.stdout, case.calls) == ("1", "2", ())
     (case,) = read_tests([{"args": [1], "expected": 2}], "f")
-    assert case.call == {"call": "f", "args": [1], "kwargs": {}} and case.expected == 2 and case.loose
-    split, turned, whole = read_tests(["assert f(1) == (2, 3)", "assert 'a' == f(1)", "assert f(1) > 2"], None)
-    assert split.call == {"expression": "f(1)"} and split.expected == (2, 3)
-    assert turned.call == {"expression": "f(1)"} and turned.expected == "a"
-    assert whole.call == {"check": "assert f(1) > 2"}
+    assert case.calls[0].spec == {"call": "f", "args": [1], "kwargs": {}} and case.expected == 2
+    for text in ("assert f(1) == (2, 3)", "assert 'a' == f(1)", "assert f(1) > 2", "assert abs(f(1) - 2) < 1e-6"):
+        (case,) = read_tests([text], None)
+        assert [call.spec for call in case.calls] == [{"expression": "f(1)"}], "labels stay out of the sandbox"
+        assert not case.is_decided_inside
     assert len(read_tests({"inputs": ["1", ["2", "3"]], "outputs": ["1", "x"]}, None)) == 2
     (case,) = read_tests({"inputs": [[1]], "outputs": [2], "fn_name": "g"}, None)
-    assert case.call == {"call": "g", "args": [1], "kwargs": {}}
+    assert case.calls[0].spec == {"call": "g", "args": [1], "kwargs": {}}
     assert len(read_tests('[{"stdin": "", "stdout": ""}]', None)) == 1
     assert len(read_tests("assert f(1) == 1\nassert f(2) == 2\n", None)) == 2
 

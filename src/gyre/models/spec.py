@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 
 from gyre.core.errors import InputError
 from gyre.models.config import ShapeConfig
+from gyre.models.hub_keys import refuse_unsupported
 from gyre.models.hub_schema import check_config
 
 Family = Literal["llama", "qwen2", "qwen3"]
@@ -136,6 +137,8 @@ def spec_from_hub_config(config: Mapping[str, Any]) -> ModelSpec:
     check_config(config)
     refuse_unsupported(family, config)
     hidden_size, num_heads = need(config, "hidden_size"), need(config, "num_attention_heads")
+    kv_heads = {"num_key_value_heads": None if family == "llama" else 32, **config}  # transformers' defaults
+    num_kv_heads = num_heads if kv_heads["num_key_value_heads"] is None else need(kv_heads, "num_key_value_heads")
     theta, scaling = rope_of(config)
     window_tokens, first_window_layer = window_of(family, config)
     return checked(
@@ -145,9 +148,8 @@ def spec_from_hub_config(config: Mapping[str, Any]) -> ModelSpec:
             hidden_size=hidden_size,
             num_layers=need(config, "num_hidden_layers"),
             num_heads=num_heads,
-            num_kv_heads=config.get("num_key_value_heads") or num_heads,
-            # Qwen3's hub default is 128 whatever the hidden size; the other two derive it
-            head_dim=config.get("head_dim") or (128 if family == "qwen3" else hidden_size // num_heads),
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim_of(family, config),
             mlp_size=need(config, "intermediate_size"),
             tied=bool(config.get("tie_word_embeddings", False)),
             context_tokens=need(config, "max_position_embeddings"),
@@ -217,28 +219,47 @@ def ids_of(value: Any) -> tuple[int, ...]:
 
 
 def window_of(family: str, config: Mapping[str, Any]) -> tuple[int | None, int]:
-    """Return the window in tokens, if any, and the first layer that has it, as transformers reads Qwen's keys."""
-    if family == "llama" or not config.get("use_sliding_window") or config.get("sliding_window") is None:
-        return None, 0
-    window, layers = need(config, "sliding_window"), need(config, "num_hidden_layers")
-    first = config.get("max_window_layers", 28)
-    kinds = config.get("layer_types")
-    if kinds is not None:
-        first = list(kinds).index("sliding_attention") if "sliding_attention" in kinds else layers
-        if list(kinds) != ["full_attention"] * first + ["sliding_attention"] * (layers - first):
+    """Return the window in tokens, if any, and the first layer that has it, as transformers reads these keys."""
+    layers, kinds = need(config, "num_hidden_layers"), config.get("layer_types")
+    window = None
+    if family != "llama" and config.get("use_sliding_window") and config.get("sliding_window", 4096) is not None:
+        window = need({"sliding_window": 4096, **config}, "sliding_window")
+    if kinds is None:
+        first = config.get("max_window_layers", 28)
+        if window is not None and (not isinstance(first, int) or first < 0):
+            raise InputError(f"config.json has max_window_layers = {first!r}; we take a whole number from 0 on")
+    else:
+        kinds = ["full_attention" if kind == "attention" else kind for kind in kinds]  # its name before transformers 5
+        first = kinds.index("sliding_attention") if "sliding_attention" in kinds else layers
+        if kinds != ["full_attention"] * first + ["sliding_attention"] * (layers - first):
             raise InputError(
                 f"config.json has layer_types {kinds!r}; we run full layers first and windowed ones after them",
-                hint="interleaved windows are not supported",
+                hint=f"one kind for each of {layers} layers; interleaved windows are not supported",
             )
-    return (window, first) if first < layers else (None, 0)
+        if first < layers and window is None:
+            raise InputError(
+                "config.json has sliding_attention in layer_types, but no window for it",
+                hint="set use_sliding_window and sliding_window, or make all layer_types full_attention",
+            )
+    return (window, first) if window is not None and first < layers else (None, 0)
 
 
 def rope_of(config: Mapping[str, Any]) -> tuple[float, dict[str, float] | None]:
-    """Return theta and scaling from either hub spelling: `rope_parameters` (transformers 5), or `rope_theta` with
-    `rope_scaling` (before)."""
-    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = float(parameters.pop("rope_theta", None) or config.get("rope_theta") or 10_000.0)
-    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    """Return theta and scaling as transformers 5 does: a `rope_scaling` that is not empty replaces `rope_parameters`
+    whole; a theta in that mapping goes before the top-level `rope_theta`; 10,000 where neither names one."""
+    parameters = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(parameters, Mapping):
+        raise InputError(f"config.json has {parameters!r} for rope scaling; we take a mapping")
+    nested = sorted(key for key, value in parameters.items() if isinstance(value, Mapping))
+    if nested:
+        raise InputError(
+            f"config.json gives rope parameters per layer type ({', '.join(nested)}); we run one rope for all layers",
+            hint="give rope_type and rope_theta directly in rope_parameters",
+        )
+    theta = rope_number(parameters if "rope_theta" in parameters else {"rope_theta": 10_000.0, **config}, "rope_theta")
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if parameters.get("partial_rotary_factor") not in (None, 1):
+        raise InputError("config.json rotates a part of each head (partial_rotary_factor); we rotate all of it")
     if kind == "default":
         return theta, None
     if kind != "llama3":
@@ -246,28 +267,35 @@ def rope_of(config: Mapping[str, Any]) -> tuple[float, dict[str, float] | None]:
             f"config.json asks for rope scaling {kind!r}; we run the plain one and llama3",
             hint="remove rope_scaling from config.json if you stay within the original context",
         )
+    parameters = {**parameters}
+    parameters.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
+    if "original_max_position_embeddings" in config:  # it wins
+        parameters["original_max_position_embeddings"] = config["original_max_position_embeddings"]
     missing = [key for key in LLAMA3_SCALING_KEYS if key not in parameters]
     if missing:
         raise InputError(f"config.json: llama3 rope scaling lacks {', '.join(missing)}")
-    return theta, {key: parameters[key] for key in LLAMA3_SCALING_KEYS}
+    return theta, {key: rope_number(parameters, key) for key in LLAMA3_SCALING_KEYS}
 
 
-def refuse_unsupported(family: str, config: Mapping[str, Any]) -> None:
-    accepted: dict[str, tuple[Any, ...]] = {
-        "hidden_act": ("silu", "swish", None),
-        "mlp_bias": (False, None),
-        "partial_rotary_factor": (1.0, None),
-        "pretraining_tp": (1, None),
-        "quantization_config": (None,),
-    }
-    if family != "qwen2":
-        accepted["attention_bias"] = (False, None)
-    if family == "llama":
-        accepted["use_sliding_window"] = (False, None)
-    for key, values in accepted.items():
-        if config.get(key) not in values:
-            wanted = " or ".join(repr(v) for v in values)
-            raise InputError(f"config.json has {key} = {config[key]!r}; for {family} we run {wanted}")
+def rope_number(parameters: Mapping[str, Any], key: str) -> Any:
+    value = parameters[key]
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        raise InputError(
+            f"config.json has {key} = {value!r} for the rotary embedding; we take a number above 0",
+            hint="copy the value from the model's original config.json",
+        )
+    return float(value) if key == "rope_theta" else value
+
+
+def head_dim_of(family: str, config: Mapping[str, Any]) -> int:
+    """Qwen3's default is 128 whatever the hidden size; the other two derive it."""
+    hidden_size, num_heads = need(config, "hidden_size"), need(config, "num_attention_heads")
+    if family == "llama" and hidden_size % num_heads:
+        raise InputError(f"config.json has hidden_size = {hidden_size}, no multiple of {num_heads} attention heads")
+    derived = 128 if family == "qwen3" else hidden_size // num_heads
+    if family == "llama" and config.get("head_dim") is None:
+        return derived
+    return need({"head_dim": derived, **config}, "head_dim")
 
 
 def checked(spec: ModelSpec) -> ModelSpec:

@@ -25,6 +25,7 @@ class Tools:
 
     run: code.RunProgram | None = None  # the sandbox, when a part runs code
     before_slow: Callable[[], None] | None = None  # to be called before work that may never end
+    decided_inside: Callable[[int], None] = lambda count: None  # to be told of tests that the program could forge
 
 
 def build_check(options: Mapping[str, Any], tools: Tools) -> Check:
@@ -78,6 +79,7 @@ def _build_code(options: Mapping[str, Any], tools: Tools) -> Check:
             source, cases[: options["max_tests"] or None], run,
             limits=limits, budget_s=options["limit_s"], tolerance=options["tolerance"],
         )  # fmt: skip
+        tools.decided_inside(verdict.decided_inside)
         if verdict.failed_sandbox:
             return 0.0, verdict.reason, "error"
         value = verdict.fraction if options["score"] == "fraction" else float(verdict.passed == verdict.total)

@@ -5,10 +5,12 @@ Tests, in the task's field `tests` (a list, or the mapping {"inputs", "outputs",
 
     {"stdin": "3 4\\n", "stdout": "7\\n"}                    a whole program; each test is a start of its own
     {"args": [3, 4], "kwargs": {}, "expected": 7}           a function, named by the task's field `function`
-    "assert add(3, 4) == 7"                                 a statement
+    "assert abs(add(3, 4) - 7) < 1e-6"                      an assert; also a text of several, or a check(candidate)
 
-Functions are called by rewards.harness inside the sandbox, and what they return is compared here, outside it. One start
-serves all calls; a call that ends its process fails, and the calls after it get a fresh start.
+Functions are called by rewards.harness inside the sandbox, and what they return is judged here, outside it. Asserts are
+split by rewards.asserts; one that cannot be split is decided inside, where a program can forge it, and is counted. One
+start serves all calls; a call that ends its process fails, and the calls after it get a fresh start. What a value costs
+here is bounded per completion, in nodes (rewards.values.Meter) and bytes; a value past that is a wrong one.
 Callers: rewards.checks, in a worker process.
 """
 
@@ -19,30 +21,48 @@ import importlib.resources
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from gyre.rewards.asserts import Assertion, Call, UnreadableTests, read_asserts
+from gyre.rewards.judging import FAULTS, CallFailed, Failed, Scope, evaluate
 from gyre.rewards.sandbox import Limits, Program, ProgramResult
+from gyre.rewards.values import Meter, TooMuch, decode, same, shown, wrap
+
+__all__ = ["Case", "CodeVerdict", "RunProgram", "UnreadableTests", "extract_program", "read_tests", "run_tests"]
 
 RunProgram = Callable[[Program, Limits], ProgramResult]
 _NOT_RUN = "not run: the time for all tests was used up"
-
-
-class UnreadableTests(ValueError):
-    """The task's tests cannot be understood; the label is at fault, not the completion."""
+_MOST_TOLD_BYTES = 8 << 20  # of values of one completion that are parsed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One test: either stdin and stdout, or a call for the harness with the value that it must return."""
+    """One test: stdin and stdout; or one call with the value that it must return; or an assert with its calls."""
 
     stdin: str | None = None
     stdout: str = ""
-    call: Mapping[str, Any] | None = None
-    expected: Any = None
-    loose: bool = False  # expected came from JSON, which has no tuples
+    calls: tuple[Call, ...] = ()
+    expected: Any = None  # of the one call, from JSON: it has no tuples, and keys are text
+    assertion: Assertion | None = None
+
+    @property
+    def is_decided_inside(self) -> bool:
+        """Whether the sandbox decides it, so that the program could forge it."""
+        return self.assertion is not None and self.assertion.tree is None
+
+
+@dataclass(slots=True)
+class _Told:
+    """What became of the calls of one completion."""
+
+    values: dict[Call, Any]  # Failed where there is none
+    meter: Meter
+    bytes_left: int = _MOST_TOLD_BYTES
+    failed_sandbox: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +73,7 @@ class CodeVerdict:
     total: int
     faults: tuple[str, ...]  # "test 2: …" or "tests 2, 3: …"; every failed test is named in one
     failed_sandbox: bool = False  # the sandbox could not run anything: no fault of the completion
+    decided_inside: int = 0  # tests that the program could forge
 
     @property
     def fraction(self) -> float:
@@ -60,9 +81,11 @@ class CodeVerdict:
 
     @property
     def reason(self) -> str:
-        shown = "; ".join(self.faults[:5])
+        told = "; ".join(self.faults[:5])
         more = f"; and {len(self.faults) - 5} more" if len(self.faults) > 5 else ""
-        return f"{self.passed}/{self.total} tests passed" + (f": {shown}{more}" if shown else "")
+        count = self.decided_inside
+        inside = f" ({count} test{'s are' if count > 1 else ' is'} decided inside the sandbox)" if count else ""
+        return f"{self.passed}/{self.total} tests passed{inside}" + (f": {told}{more}" if told else "")
 
 
 def extract_program(text: str) -> str | None:
@@ -93,12 +116,12 @@ def read_tests(tests: Any, function: str | None) -> list[Case]:
         try:
             tests = json.loads(tests)
         except ValueError:
-            tests = [line for line in tests.splitlines() if line.strip()]
+            tests = [tests]
     if isinstance(tests, Mapping) and "inputs" in tests:
         tests, function = _from_columns(tests), tests.get("fn_name") or function
     if not isinstance(tests, Sequence) or not tests:
         raise UnreadableTests(f"no tests: {str(tests)[:80]!r}")
-    return [_read_test(test, function) for test in tests]
+    return [case for test in tests for case in _read_test(test, function)]
 
 
 def _from_columns(tests: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -112,34 +135,18 @@ def _lines(value: Any) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _read_test(test: Any, function: str | None) -> Case:
+def _read_test(test: Any, function: str | None) -> list[Case]:
     if isinstance(test, str):
-        return _read_assert(test)
+        return [Case(calls=each.calls, assertion=each) for each in read_asserts(test, function)]
     if isinstance(test, Mapping) and "stdin" in test and "stdout" in test:
-        return Case(stdin=str(test["stdin"]), stdout=str(test["stdout"]))
+        return [Case(stdin=str(test["stdin"]), stdout=str(test["stdout"]))]
     if isinstance(test, Mapping) and "expected" in test and isinstance(test.get("args"), list | tuple):
         name = test.get("function", function)
         if not name:
             raise UnreadableTests("tests with args need the task's field `function`")
-        call = {"call": name, "args": list(test["args"]), "kwargs": dict(test.get("kwargs", {}))}
-        return Case(call=call, expected=test["expected"], loose=True)
+        call = Call({"call": name, "args": list(test["args"]), "kwargs": dict(test.get("kwargs", {}))})
+        return [Case(calls=(call,), expected=wrap(test["expected"]))]
     raise UnreadableTests(f"a test of no known shape: {str(test)[:80]!r}")
-
-
-def _read_assert(statement: str) -> Case:
-    """`assert f(x) == literal` is split, so that the literal stays out of the sandbox; other statements run whole."""
-    try:
-        body = ast.parse(statement.strip()).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise UnreadableTests(f"a test that is no Python: {statement[:80]!r}") from error
-    test = body[0].test if len(body) == 1 and isinstance(body[0], ast.Assert) else None
-    if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq | ast.Is):
-        for value, literal in ((test.left, test.comparators[0]), (test.comparators[0], test.left)):
-            try:
-                return Case(call={"expression": ast.unparse(value)}, expected=ast.literal_eval(literal))
-            except ValueError:
-                continue
-    return Case(call={"check": statement}, expected=True)
 
 
 def run_tests(
@@ -147,28 +154,28 @@ def run_tests(
 ) -> CodeVerdict:
     """Run a program against its tests, within `budget_s` seconds for all of them together."""
     end_s = time.monotonic() + budget_s
-    whole = [index for index, case in enumerate(cases) if case.call is None]
-    called = [index for index, case in enumerate(cases) if case.call is not None]
     faults: dict[int, str | None] = {}
     broken = False
-    for index in whole:
+    for index, case in enumerate(cases):
+        if case.calls:
+            continue
         if time.monotonic() > end_s:
             faults[index] = _NOT_RUN
             continue
-        result = run(Program(source=source, stdin=cases[index].stdin or ""), _within(limits, end_s))
+        result = run(Program(source=source, stdin=case.stdin or ""), _within(limits, end_s))
         broken |= result.outcome == "failed"
-        faults[index] = _output_fault(result, cases[index].stdout, tolerance)
-    while called:
-        if time.monotonic() > end_s:
-            faults.update(dict.fromkeys(called, _NOT_RUN))
-            break
-        result, told = _call(source, [cases[index] for index in called], run, _within(limits, end_s), tolerance)
-        broken |= result.outcome == "failed"
-        faults.update(zip(called, told, strict=False))
-        called = called[len(told) :]
+        faults[index] = _output_fault(result, case.stdout, tolerance)
+    told = _make_calls(source, cases, run, limits, end_s)
+    scope = Scope(values={}, meter=told.meter, tolerance=tolerance)
+    faults.update({index: _call_fault(case, told, scope) for index, case in enumerate(cases) if case.calls})
     failed = {index: fault for index, fault in sorted(faults.items()) if fault is not None}
-    passed = len(cases) - len(failed)
-    return CodeVerdict(passed=passed, total=len(cases), faults=_describe(failed), failed_sandbox=broken)
+    return CodeVerdict(
+        passed=len(cases) - len(failed),
+        total=len(cases),
+        faults=_describe(failed),
+        failed_sandbox=broken or told.failed_sandbox,
+        decided_inside=sum(case.is_decided_inside for case in cases),
+    )
 
 
 def _describe(failed: Mapping[int, str]) -> tuple[str, ...]:
@@ -216,68 +223,118 @@ def _close_words(ours: str, theirs: str, tolerance: float) -> bool:
         return False
 
 
-def _call(
-    source: str, cases: Sequence[Case], run: RunProgram, limits: Limits, tolerance: float
-) -> tuple[ProgramResult, list[str | None]]:
-    """One start of the harness. Returns a fault or None per test, as far as the process lived."""
+def _make_calls(source: str, cases: Sequence[Case], run: RunProgram, limits: Limits, end_s: float) -> _Told:
+    """Make every call of every test once, in order, with a fresh start after one that ended its process."""
+    left = list(dict.fromkeys(call for case in cases for call in case.calls))
+    told = _Told(values={}, meter=Meter())
+    while left:
+        if time.monotonic() > end_s:
+            told.values.update(dict.fromkeys(left, Failed(_NOT_RUN)))
+            break
+        left = left[_start(source, left, run, _within(limits, end_s), told) :]
+    return told
+
+
+def _start(source: str, calls: Sequence[Call], run: RunProgram, limits: Limits, told: _Told) -> int:
+    """One start of the harness. Returns how many of the calls have their value, or none to come."""
     harness = importlib.resources.files("gyre.rewards").joinpath("harness.py").read_text(encoding="utf-8")
     token = os.urandom(8).hex()
-    spec = json.dumps({"source": source, "calls": [case.call for case in cases], "token": token})
+    spec = json.dumps({"source": source, "calls": [dict(call.spec) for call in calls], "token": token})
     result = run(Program(source=harness, stdin=spec), limits)
-    told: list[str | None] = []
-    loaded = False
+    told.failed_sandbox |= result.outcome == "failed"
+    done, loaded = 0, False
     for line in result.stdout.splitlines():
-        report = _read_report(line, token)
-        if "broken" in report:
-            return result, [f"the program does not load: {_short(str(report['broken']))}"] * len(cases)
-        loaded |= "loaded" in report
-        if report.get("ended") == len(told) and len(told) < len(cases):
-            told.append(_call_fault(report, cases[len(told)], tolerance))
-    if len(told) < len(cases):  # the process ended inside this test
+        kind, *fields = _read_report(line, token, told)
+        if kind == "broken" and len(fields) == 1:
+            fault = Failed(f"the program does not load: {_short(str(fields[0]))}")
+            told.values.update(dict.fromkeys(calls, fault))
+            return len(calls)
+        loaded |= kind == "loaded"
+        if len(fields) == 2 and fields[0] == done and done < len(calls):
+            told.values[calls[done]] = _read_value(kind, fields[1], told)
+            done += 1
+    if done < len(calls) and not (done and result.outcome == "output"):  # else the values before filled the output
         why = result.detail or ("it ended the process" if result.outcome == "ok" else result.outcome)
-        told += [f"no result: {why}"] * (1 if loaded else len(cases))
-    return result, told
+        lost = calls[done : done + 1] if loaded else calls[done:]
+        told.values.update(dict.fromkeys(lost, Failed(f"no result: {why}")))
+        done += len(lost)
+    return done
 
 
-def _read_report(line: str, token: str) -> Mapping[str, Any]:
+def _read_report(line: str, token: str, told: _Told) -> list[Any]:
+    """A line of the harness without its token; [""] for any other."""
+    if not line.startswith(f'["{token}", "'):
+        return [""]
+    told.bytes_left -= len(line)
+    if told.bytes_left < 0:
+        named = re.match(r'\["\w+", "(value|error)", (\d+), ', line[:100])
+        return [named[1], int(named[2]), ["large", "its values are too large in sum"]] if named else [""]
     try:
         report = json.loads(line)
     except (ValueError, RecursionError):
-        return {}
-    return report if isinstance(report, dict) and report.get("token") == token else {}
+        return [""]
+    return report[1:]
 
 
-def _call_fault(report: Mapping[str, Any], case: Case, tolerance: float) -> str | None:
-    if "error" in report:
-        return _short(str(report["error"]))
-    text = str(report.get("value"))
+def _read_value(kind: str, wire: Any, told: _Told) -> Any:
+    if kind == "error":
+        return Failed(_short(wire) if isinstance(wire, str) else "no result")
     try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
-        return f"returned {_short(text)}, which is no plain value"
-    if same_value(value, case.expected, tolerance, loose=case.loose):
-        return None
-    return f"returned {_short(text)}, expected {_short(repr(case.expected))}"
+        return decode(wire, told.meter)
+    except TooMuch as fault:
+        return Failed(f"no value to judge: {fault}")
+    except (ValueError, RecursionError):
+        return Failed("returned what is no plain value")
+
+
+def _call_fault(case: Case, told: _Told, scope: Scope) -> str | None:
+    """None where the test holds on what its calls returned."""
+    if case.assertion is None or case.is_decided_inside:
+        value = told.values[case.calls[-1]]
+        if isinstance(value, Failed):
+            return value.why
+        if case.is_decided_inside:
+            return None if value is True else "returned no verdict"
+        try:
+            holds = same(value, case.expected, scope.tolerance, loose=True)
+        except FAULTS:
+            holds = False
+        return None if holds else f"returned {shown(value)}, expected {shown(case.expected)}"
+    assertion = case.assertion
+    assert assertion.tree is not None
+    values = {name: told.values[call] for name, call in assertion.values.items()}
+    if not any(isinstance(node, ast.Name) and node.id in values for node in ast.walk(assertion.tree)):
+        failed = [value.why for value in values.values() if isinstance(value, Failed)]
+        if failed:  # a plain fact holds only where the program loads
+            return failed[0]
+    try:
+        holds = bool(evaluate(assertion.tree, replace(scope, values=values)))
+    except CallFailed as fault:
+        return str(fault)
+    except TooMuch as fault:
+        return f"no value to judge: {fault}"
+    except FAULTS as error:
+        return f"{_returned(values)}, and {_short(assertion.text)} raises {type(error).__name__}"
+    return None if holds else f"{_returned(values)}, {_wanted(assertion)}"
+
+
+def _returned(values: Mapping[str, Any]) -> str:
+    return "returned " + " and ".join(shown(value) for value in values.values() if not isinstance(value, Failed))
+
+
+def _wanted(assertion: Assertion) -> str:
+    """The label, where the assert is a call == the label; else the assert."""
+    tree = assertion.tree
+    if isinstance(tree, ast.Compare) and len(tree.ops) == 1 and isinstance(tree.ops[0], ast.Eq | ast.Is):
+        for call, label in ((tree.left, tree.comparators[0]), (tree.comparators[0], tree.left)):
+            if isinstance(call, ast.Name) and call.id in assertion.values and not isinstance(label, ast.Name):
+                return f"expected {_short(ast.unparse(label))}"
+    return f"which fails {_short(assertion.text)}"
 
 
 def same_value(got: Any, wanted: Any, tolerance: float, *, loose: bool) -> bool:
-    """Python's ==, with floats within the tolerance; `loose` takes a tuple for a list and a key for its text."""
-    if isinstance(wanted, float) and isinstance(got, int | float):
-        return math.isclose(got, wanted, rel_tol=tolerance, abs_tol=tolerance)
-    if isinstance(wanted, list | tuple) and isinstance(got, list | tuple):
-        if not loose and type(got) is not type(wanted):
-            return False
-        same_length = len(got) == len(wanted)
-        return same_length and all(same_value(a, b, tolerance, loose=loose) for a, b in zip(got, wanted, strict=True))
-    if isinstance(wanted, dict) and isinstance(got, dict):
-        if loose:
-            got, wanted = ({str(key): item for key, item in each.items()} for each in (got, wanted))
-        return got.keys() == wanted.keys() and all(
-            same_value(got[key], wanted[key], tolerance, loose=loose) for key in wanted
-        )
-    if loose and isinstance(got, set) and isinstance(wanted, list):
-        return len(got) == len(wanted) and got == set(wanted)
-    return bool(got == wanted)
+    """Compare two plain Python values as the judge compares what comes out of the sandbox (rewards.values.same)."""
+    return same(wrap(got), wrap(wanted), tolerance, loose=loose)
 
 
 def _short(text: str) -> str:

@@ -163,7 +163,7 @@ class CodePart(_Part):
     """Code executor."""
 
     tests_field: str = "tests"
-    """Field of the task with the tests."""
+    """Field of the task with the tests: input and output, calls, asserts, check functions (docs/code_tests.md)."""
 
     function_field: str = "function"
     """Field of the task with the name of the function under test."""

@@ -1,42 +1,78 @@
 """Harness: runs inside the sandbox as the program; calls the function under test and tells what it returned.
 
-In (stdin): JSON {"source", "calls", "token"}, a call is {"call": name, "args", "kwargs"}, {"expression"} or {"check"}.
-Out (stdout): one JSON line when a call has ended. Expected values never come in here, so the code under test cannot
-read them, print them or end the process to pass; only a {"check"} (an assert that is no plain comparison) is decided
-here. Lines without the token are not ours. Standard library only. Sent as text by rewards.code; never imported by Gyre.
+In (stdin): JSON {"source", "calls", "token"}, a call is {"call": name, "args", "kwargs"}, {"expression"}, {"statement"}
+or {"check"}. Out (stdout): one JSON list when a call has ended: [token, "value", index, wire form], or [token, "error",
+index, text]. Expected values never come in here, so the code under test cannot read them, print them or end the process
+to pass; only a {"check"} (a test that rewards.asserts cannot split) is decided here. Lines without the token are not
+ours. Standard library only. Sent as text by rewards.code; never imported by Gyre.
 """
 
 import json
 import os
 import sys
 
+MOST_NODES = 100_000
+MOST_CHARS = 1 << 19  # of all texts in one value
+MOST_INT_BITS = 1 << 18
+MOST_DEPTH = 150
+LISTS = (
+    "deque",
+    "range",
+    "generator",
+    "map",
+    "filter",
+    "zip",
+    "enumerate",
+    "reversed",
+    "dict_keys",
+    "dict_values",
+    "dict_items",
+)
 
-def plain(value):
-    """Turn subclasses and containers into what `ast.literal_eval` reads back."""
-    if isinstance(value, bool) or value is None:
+
+class TooLarge(Exception):
+    pass
+
+
+def plain(value, room, depth=0):
+    """Turn a value into the wire form of rewards.values; subclasses become what they extend."""
+    room[0] -= 1
+    if room[0] < 0:
+        raise TooLarge(f"its value has more than {MOST_NODES} elements")
+    if depth > MOST_DEPTH:
+        raise TooLarge(f"its value is nested more than {MOST_DEPTH} deep, or holds itself")
+    if value is None or value is True or value is False:
         return value
-    simple: tuple = (int, float, complex, str, bytes)
-    for kind in simple:
-        if isinstance(value, kind):
-            return kind(value)
+    if isinstance(value, int):
+        value = int.__int__(value)
+        if value.bit_length() > MOST_INT_BITS:
+            raise TooLarge(f"its value is a whole number of {value.bit_length()} bits")
+        return value if -(1 << 60) < value < 1 << 60 else ["int", hex(value)]
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, str):
+        room[1] -= str.__len__(value)
+        if room[1] < 0:
+            raise TooLarge(f"its value has more than {MOST_CHARS} characters")
+        return str.__str__(value)
+    if isinstance(value, complex):
+        return ["complex", value.real, value.imag]
+    if isinstance(value, (bytes, bytearray)):
+        return ["bytes", plain(value.hex(), room, depth)]
     if isinstance(value, dict):
-        return {plain(key): plain(item) for key, item in value.items()}
-    if isinstance(value, tuple):
-        return tuple(plain(item) for item in value)
-    if isinstance(value, frozenset):
-        return {plain(item) for item in value}
-    for kind in (list, set):
+        return ["dict", *(plain(each, room, depth + 1) for pair in dict.items(value) for each in pair)]
+    for kind, tag in ((list, "list"), (tuple, "tuple"), (set, "set"), (frozenset, "set")):
         if isinstance(value, kind):
-            return kind(plain(item) for item in value)
+            return [tag, *(plain(item, room, depth + 1) for item in kind.__iter__(value))]
     if hasattr(value, "tolist"):
-        return plain(value.tolist())
-    if type(value).__name__ in ("deque", "range", "generator", "map", "filter", "zip", "dict_keys", "dict_values"):
-        return [plain(item) for item in value]
-    return value
+        return plain(value.tolist(), room, depth + 1)
+    if type(value).__name__ in LISTS:
+        return ["list", *(plain(item, room, depth + 1) for item in value)]
+    return ["object", type(value).__name__[:100], bool(value)]
 
 
 def perform(call, space):
-    """Make one call; return the text of its value."""
+    """Make one call; return the wire form of its value."""
     if "call" in call:
         name = call["call"]
         if name in space:
@@ -49,9 +85,12 @@ def perform(call, space):
     elif "expression" in call:
         value = eval(call["expression"], space)
     else:
-        exec(call["check"], space)
+        exec(call.get("statement") or call["check"], space)
         value = True
-    return repr(plain(value))
+    try:
+        return plain(value, [MOST_NODES, MOST_CHARS])
+    except TooLarge as fault:
+        return ["large", str(fault)]
 
 
 def main():
@@ -60,22 +99,22 @@ def main():
     quiet = os.open("/dev/null", os.O_WRONLY)
     os.dup2(quiet, 1)  # what the code under test prints is not a result
 
-    def tell(token=spec.pop("token"), **fields):
-        report.write(json.dumps({"token": token, **fields}) + "\n")
+    def tell(*fields, token=spec.pop("token")):
+        report.write(json.dumps([token, *fields]) + "\n")
         report.flush()
 
     space = {"__name__": "solution"}
     try:
         exec(compile(spec["source"], "solution.py", "exec"), space)
     except BaseException as error:  # noqa: BLE001 - the code under test may raise anything
-        tell(broken=f"{type(error).__name__}: {error}")
+        tell("broken", f"{type(error).__name__}: {error}"[:500])
         os._exit(0)
-    tell(loaded=True)
+    tell("loaded")
     for index, call in enumerate(spec["calls"]):
         try:
-            tell(ended=index, value=perform(call, space))
+            tell("value", index, perform(call, space))
         except BaseException as error:  # noqa: BLE001 - the code under test may raise anything
-            tell(ended=index, error=f"{type(error).__name__}: {error}"[:500])
+            tell("error", index, f"{type(error).__name__}: {error}"[:500])
     os._exit(0)
 
 

@@ -56,6 +56,7 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True):
     ended_s: float = 0.0
     token: bytes = b""  # of the job
     worn: str = ""  # why the worker should be replaced; it does no further check of this job
+    decided_inside: int = 0  # tests of code that the program under test could forge
 
 
 READY = -1

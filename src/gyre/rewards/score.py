@@ -5,14 +5,15 @@ the loop goes on; a check that hangs, dies or raises costs that one part of that
 as the least that the part can give, so that it is never worth more than a wrong answer. For a reward function, whose
 least value nobody knows, that is `failed`, or the least that it gave in the same call (core.scores).
 Parts of kind "model" are not scored here: the trainer evaluates the reward model, and the loop adds its ScorePart.
-Events: reward.timeout, reward.error, reward.invalid (one per labelled part, with the rollout and the reason), those of
+Events: reward.timeout, reward.error, reward.invalid (one per labelled part, with the rollout and the reason);
+warn.tests_decided_inside (per call and part: `count` tests of code that the tested programs could forge); those of
 rewards.pool and of rewards.executors.choose_mode. Caller: `wire` builds it, the loop calls it.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -73,11 +74,19 @@ class RuleScorer:
         for ticket in tickets:
             assert ticket.verdict is not None
             verdicts[ticket.rollout, ticket.part] = ticket.verdict
+        self._tell_decided_inside(verdicts)
         scores = [
             self._sum(rollout, [verdicts[index, part] for part in range(len(self._parts))], called_s)
             for index, rollout in enumerate(rollouts)
         ]
         return lower_failed_parts(scores)
+
+    def _tell_decided_inside(self, verdicts: Mapping[tuple[int, int], Verdict]) -> None:
+        """One event per part and call: its tests that a program could forge."""
+        for place, part in enumerate(self._parts):
+            counts = [each.decided_inside for (_, at), each in verdicts.items() if at == place and each.decided_inside]
+            if counts:
+                self._emit("warn.tests_decided_inside", part=part.name, count=sum(counts), rollouts=len(counts))
 
     def _item(self, rollout: Rollout) -> Item:
         text = _without_end(rollout.text, self._end_markers)

@@ -151,7 +151,8 @@ def serve(channel: socket.socket) -> None:
         known.clear()
 
     me = os.getpid()
-    checks = build_checks(setup, tell)
+    inside: list[int] = []  # of the check that runs
+    checks = build_checks(setup, tell, inside.append)
     if os.getpid() != me:
         os._exit(0)  # a module forked while it was imported, and this is the copy
     quick = [part["kind"] in QUICK for part in setup.parts]
@@ -169,7 +170,8 @@ def serve(channel: socket.socket) -> None:
                 items[place] = decode_item(job.items[place])
             verdict = judge(index, checks[part], items[place], token=job.token)
             worn = wear.reason() if not quick[part] or index + 1 == len(job.checks) else ""
-            known += frame(msgspec.structs.replace(verdict, worn=worn) if worn else verdict)
+            known += frame(msgspec.structs.replace(verdict, worn=worn, decided_inside=sum(inside)))
+            inside.clear()
             if worn:
                 break  # the scorer replaces this worker and gives the rest to others
         tell()
@@ -200,7 +202,7 @@ def _address_space_bytes() -> int:
         return int(file.read().split()[0]) * _PAGE_BYTES
 
 
-def build_checks(setup: Setup, before_slow: Callable[[], None]) -> list[Check]:
+def build_checks(setup: Setup, before_slow: Callable[[], None], decided_inside: Callable[[int], None]) -> list[Check]:
     """The checks of all parts, with one sandbox cell among them, started at the first program."""
     cell = Cell(cast(Mode, setup.sandbox)) if setup.sandbox else None
 
@@ -208,7 +210,7 @@ def build_checks(setup: Setup, before_slow: Callable[[], None]) -> list[Check]:
         assert cell is not None
         return cell.run(program, limits=limits)
 
-    tools = Tools(run=run if cell is not None else None, before_slow=before_slow)
+    tools = Tools(run=run if cell is not None else None, before_slow=before_slow, decided_inside=decided_inside)
     return [build_check(part, tools) for part in setup.parts]
 
 

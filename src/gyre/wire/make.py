@@ -33,6 +33,7 @@ from gyre.models.checkpoint import Checkpoint
 from gyre.models.decoder import Decoder
 from gyre.models.heads import ScalarHead
 from gyre.models.hub_files import CONFIG_FILE, SCALAR_HEAD_FILE, find_folder, read_json
+from gyre.models.hub_keys import keys_without_effect
 from gyre.models.init import FreshWeights
 from gyre.models.load import load_hub, load_scalar_head
 from gyre.models.spec import ModelSpec, spec_from_hub_config, spec_from_shape
@@ -177,6 +178,16 @@ def find_spec(config: RunConfig, tokenizer: Tokenizer) -> ModelSpec:
         )
     vocab_size = shape.vocab_size or tokenizer.vocab_size
     return spec_from_shape(shape, vocab_size=vocab_size, bos_id=tokenizer.bos_id, eos_ids=tokenizer.eos_ids)
+
+
+def tell_ignored_keys(config: RunConfig, emit: Emit) -> None:
+    """One event per model folder whose config.json has keys that nobody reads: they may ask for something else."""
+    reward = config.rewards.model_part()
+    folders = [find_folder(config.model.path)] if config.model.path else []
+    for folder in [*folders, *([reward_folder(reward.path)] if reward else [])]:
+        keys = keys_without_effect(read_json(folder / CONFIG_FILE))
+        if keys:
+            emit("warn.model_keys_ignored", folder=str(folder), keys=keys)
 
 
 def check_invariant(config: RunConfig, stage: Stage, spec: ModelSpec, machine: Machine, page_tokens: int) -> None:

@@ -39,6 +39,7 @@ from gyre.wire.make import (
     make_machine,
     make_sinks,
     make_tokenizer,
+    tell_ignored_keys,
     try_rewards,
 )
 from gyre.wire.order import MAIN
@@ -108,6 +109,7 @@ class Run:
         self._announce(stages, policy, at)
         if is_misread(tokenizer, policy.spec.family):
             self._emit("warn.tokenizer_misread", family=policy.spec.family, reason=MISREAD)
+        tell_ignored_keys(self._config, self._emit)
         version, result = 0, progress
         for ready in [self._prepare(stage, policy) for stage in stages[at:]]:
             last = ready.stage is stages[-1]
