@@ -143,6 +143,8 @@ def test_bos_is_written_once(tmp_path: Path) -> None:
         system = "S" if "{system}" in template else ""
         tokens, _ = render_prompt(ours, "1 + 1", template=template, system=system)
         assert tokens.tolist().count(ours.bos_id) == 1, template
+    tokens, _ = render_prompt(ours, bos + "1 + 1", template="{prompt}")
+    assert tokens.tolist().count(ours.bos_id) == 1
 
 
 def test_a_system_message_without_a_place_is_refused(tmp_path: Path) -> None:
