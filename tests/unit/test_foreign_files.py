@@ -146,6 +146,8 @@ BAD_TOKENIZER = [
     ("generation_config.json", {"eos_token_id": "x"}, "eos_token_id"),
     ("generation_config.json", {"eos_token_id": [True]}, "eos_token_id"),
     ("config.json", {"eos_token_id": {"a": 1}}, "eos_token_id"),
+    ("config.json", {"num_hidden_layers": 10**7}, "num_hidden_layers"),
+    ("config.json", {"rope_scaling": "yarn", "rms_norm_eps": None}, "no tokenizer could be loaded"),
     ("tokenizer.json", {"model": 3}, "model"),
     ("tokenizer.json", {"added_tokens": {}}, "added_tokens"),
     ("tokenizer.json", {"model": {"type": "BPE", "vocab": 3, "merges": 4}}, "no tokenizer could be loaded"),

@@ -13,7 +13,7 @@ from pydantic import Field
 from gyre.core.jsonfile import read_json
 from gyre.core.schema import Foreign, check
 
-MOST_END_TOKENS = 1024
+MOST_END_TOKENS, MOST_LAYERS = 1024, 4096
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 TokenIds = TokenId | Annotated[list[TokenId], Field(max_length=MOST_END_TOKENS)] | None
@@ -65,15 +65,24 @@ class Backend(Foreign):
     added_tokens: list[AddedToken] | None = None
 
 
-class EndIds(Foreign):
-    """generation_config.json and config.json, as far as end tokens go."""
+class ModelKeys(Foreign):
+    """config.json and generation_config.json: end tokens, and what transformers makes a list of while it loads a
+    tokenizer."""
 
+    num_hidden_layers: Annotated[int, Field(ge=0, le=MOST_LAYERS)] | None = None
     eos_token_id: TokenIds = None
+
+
+FILES: tuple[tuple[str, type[Foreign]], ...] = (
+    ("config.json", ModelKeys),
+    ("tokenizer.json", Backend),
+    ("special_tokens_map.json", SpecialTokens),
+)
 
 
 def check_tokenizer_files(folder: Path) -> TokenizerSettings:
     """Check those of the files that are there."""
-    for name, schema in (("tokenizer.json", Backend), ("special_tokens_map.json", SpecialTokens)):
+    for name, schema in FILES:
         if (path := folder / name).exists():
             check(read_json(path), schema, str(path))
     path = folder / "tokenizer_config.json"
@@ -81,7 +90,7 @@ def check_tokenizer_files(folder: Path) -> TokenizerSettings:
 
 
 def eos_ids_of(content: Mapping[str, Any], where: str) -> tuple[int, ...]:
-    ids = check(content, EndIds, where).eos_token_id
+    ids = check(content, ModelKeys, where).eos_token_id
     if ids is None:
         return ()
     return tuple(ids) if isinstance(ids, list) else (ids,)

@@ -23,6 +23,8 @@ BYTES_PER_REQUEST_BYTE = 24  # decoded, with 4 bytes a character, and the text m
 
 def main(handle: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer; the end of the socket ends this
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends the process; a parent may have passed on another
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     with socket.socket(fileno=handle) as link:
@@ -41,6 +43,7 @@ def bounded(work: Any, request: dict[str, Any]) -> dict[str, Any]:
     """What `work` returns, or what it raised, within the request's limits."""
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     room = BASE_BYTES + BYTES_PER_REQUEST_BYTE * request["size_bytes"]
+    room = room if hard == resource.RLIM_INFINITY else min(room, hard)
     resource.setrlimit(resource.RLIMIT_AS, (room, hard))
     signal.setitimer(signal.ITIMER_PROF, request["cpu_s"])
     try:

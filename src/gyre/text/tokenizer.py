@@ -204,7 +204,15 @@ def train_tokenizer(
         show_progress=False,
     )
     # The trainer would merge across special tokens spelled in the text, and the encoder never sees such pieces.
-    backend.train_from_iterator((piece for text in texts for piece in splitter.split(text)), trainer)
+    backend.train_from_iterator(
+        (
+            piece[start : start + _PIECE_CHARS]  # a long text at once takes many times its size in memory
+            for text in texts
+            for piece in splitter.split(text)
+            for start in range(0, len(piece), _PIECE_CHARS)
+        ),
+        trainer,
+    )
     return _own_tokenizer(_unmark_tags(backend))
 
 
