@@ -50,6 +50,7 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True):
     outcome: str = "ok"
     started_s: float = 0.0  # CLOCK_MONOTONIC, the same in all processes
     ended_s: float = 0.0
+    refused_calls: dict[str, int] = {}  # system calls that the sandbox refused to the check's programs, and how often
 
 
 READY = -1

@@ -19,8 +19,11 @@ import signal
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NoReturn, cast
+
+import msgspec
 
 from gyre.rewards.answer import compare
 from gyre.rewards.checks import QUICK, Check, Tools, build_check
@@ -120,7 +123,8 @@ def serve(channel: socket.socket) -> None:
         channel.sendall(known)
         known.clear()
 
-    checks = build_checks(setup, tell)
+    refused: Counter[str] = Counter()
+    checks = build_checks(setup, tell, refused)
     quick = [part["kind"] in QUICK for part in setup.parts]
     channel.sendall(frame(Verdict(index=READY)))
     while True:
@@ -133,17 +137,22 @@ def serve(channel: socket.socket) -> None:
                 tell()
             if place not in items:
                 items[place] = decode_item(job.items[place])
-            known += frame(judge(index, checks[part], items[place]))
+            verdict = judge(index, checks[part], items[place])
+            known += frame(msgspec.structs.replace(verdict, refused_calls=dict(refused)))
+            refused.clear()
         tell()
 
 
-def build_checks(setup: Setup, before_slow: Callable[[], None]) -> list[Check]:
-    """The checks of all parts, with one sandbox cell among them, started at the first program."""
+def build_checks(setup: Setup, before_slow: Callable[[], None], refused: Counter[str]) -> list[Check]:
+    """The checks of all parts, with one sandbox cell among them, started at the first program. System calls that it
+    refuses are added to `refused`."""
     cell = Cell(cast(Mode, setup.sandbox)) if setup.sandbox else None
 
     def run(program: Program, limits: Limits) -> ProgramResult:
         assert cell is not None
-        return cell.run(program, limits=limits)
+        result = cell.run(program, limits=limits)
+        refused.update(result.refused_calls)
+        return result
 
     tools = Tools(run=run if cell is not None else None, before_slow=before_slow)
     return [build_check(part, tools) for part in setup.parts]
