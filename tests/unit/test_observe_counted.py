@@ -16,6 +16,7 @@ COUNTED = [
     "drop.equal_groups",
     "drop.groups_without_pair",
     "drop.rows",
+    "sandbox.call_refused",
     "sandbox.weak",
     "engine.failed",
     "engine.refused",

@@ -65,8 +65,8 @@ class Program:
 class ProgramResult:
     """How a program ended.
 
-    ok: exit code 0. exit: another code. timeout, cpu, memory, processes, output, files: ended over that limit. killed: by
-    a signal of its own making. failed: the sandbox itself could not run it; `detail` says why.
+    ok: exit code 0. exit: another code. timeout, cpu, memory, processes, output, files: ended over that limit.
+    killed: by a signal of its own making. failed: the sandbox itself could not run it; `detail` says why.
     """
 
     outcome: Outcome

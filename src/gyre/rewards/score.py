@@ -4,7 +4,7 @@ A score is the weighted sum of its parts. Each part of each rollout is a check i
 the loop goes on; a check that hangs, dies or raises costs that one part of that one rollout, value 0.0 and a label.
 Parts of kind "model" are not scored here: the trainer evaluates the reward model, and the loop adds its ScorePart.
 Events: reward.timeout, reward.error, reward.invalid (one per labelled part, with the rollout and the reason),
-sandbox.refused_call (one per part whose programs made such system calls, by name and with counts), those of
+sandbox.call_refused (one per part whose programs made such system calls, by name and with counts), those of
 rewards.pool and of rewards.executors.choose_mode. Caller: `wire` builds it, the loop calls it.
 """
 
@@ -92,7 +92,7 @@ class RuleScorer:
         for part, verdict in zip(parts, verdicts, strict=True):
             if verdict.refused_calls:
                 calls = verdict.refused_calls
-                self._emit("sandbox.refused_call", part=part.name, rollout=rollout.rollout_id, calls=calls)
+                self._emit("sandbox.call_refused", part=part.name, rollout=rollout.rollout_id, calls=calls)
         begun = [verdict.started_s for verdict in verdicts if verdict.ended_s]
         ended = [verdict.ended_s for verdict in verdicts if verdict.ended_s]
         whole = len(ended) == len(verdicts) and ended

@@ -115,7 +115,7 @@ _OPTIONS = {  # level: options; none of them raises a buffer
     6: (1, 3, 4, 5, 6, 12, 18),  # TCP_NODELAY, TCP_CORK, keep-alive, TCP_QUICKACK, TCP_USER_TIMEOUT
     41: (26,),  # IPV6_V6ONLY
 }
-_LOCKS = (6, 7, 37, 38)  # F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW: kernel memory for each range
+_ORPHAN_LOCKS = (37, 38)  # F_OFD_SETLK, F_OFD_SETLKW: belong to no process, so that jail.meter could not count them
 _FILE_COMMANDS = (1025, 1030, 1032, 1033, 1034)  # from 1024 on; not F_SETLEASE, F_NOTIFY
 _SET_PIPE_SIZE, _PIPE_BYTES = 1031, 65536
 _CONTROLS = (0x40086602, 0x401C5820, 0x5412, 0x541C)  # FS_IOC_SETFLAGS, FS_IOC_FSSETXATTR, TIOCSTI, TIOCLINUX
@@ -147,10 +147,8 @@ def error_of(name: str) -> int:
 def decide(name: str, arguments: tuple[int, ...]) -> str:
     """REFUSE or METER, for a call that the filter handed over."""
     low = [argument & 0xFFFFFFFF for argument in arguments]
-    metered = (
-        (name == "fcntl" and low[1] in _LOCKS)
-        or (name == "epoll_ctl" and low[1] == _EPOLL_CTL_ADD)
-        or (name == "mmap" and low[3] & _MAP_SHARED and not low[3] & _MAP_HUGETLB)
+    metered = (name == "epoll_ctl" and low[1] == _EPOLL_CTL_ADD) or (
+        name == "mmap" and low[3] & _MAP_SHARED and not low[3] & _MAP_HUGETLB
     )
     return METER if metered else REFUSE
 
@@ -262,7 +260,7 @@ def _setsockopt(refuse: Line, meter: Line) -> list[Line]:
 def _fcntl(refuse: Line, meter: Line) -> list[Line]:
     pipe = [_argument(2), (_AT_LEAST, 0, 1, _PIPE_BYTES + 1), refuse, _OK]
     high = [(_EQUAL, 0, len(pipe), _SET_PIPE_SIZE), *pipe, *_one_of(_FILE_COMMANDS, refuse), _OK]
-    return [_argument(1), (_AT_LEAST, 0, len(high), 1024), *high, *_one_of(_LOCKS, _OK), meter]
+    return [_argument(1), (_AT_LEAST, 0, len(high), 1024), *high, *_one_of(_ORPHAN_LOCKS, _OK), refuse]
 
 
 def _ioctl(refuse: Line, meter: Line) -> list[Line]:

@@ -22,8 +22,10 @@ def make() -> str:
 
 
 def used(folder: str, pids: list[int], most_entries: int) -> tuple[int, int]:
-    """Bytes on disk and number of entries, with files that were removed and that a process holds open. Stops counting
-    past `most_entries`. What the program has locked or moves meanwhile is seen at the end, by `remove`."""
+    """Bytes of files on disk and number of entries, with removed files that a process holds open.
+
+    Stops counting past `most_entries`. What the program has locked or moves meanwhile is seen at the end, by `remove`.
+    """
     size_bytes = entries = 0
     device = os.stat(folder).st_dev
     fd = _open(folder)
@@ -38,11 +40,12 @@ def used(folder: str, pids: list[int], most_entries: int) -> tuple[int, int]:
             with contextlib.suppress(OSError):  # gone, or locked
                 entries += 1
                 found = os.lstat(name, dir_fd=fd)
-                size_bytes += found.st_blocks * 512
-                if stat.S_ISDIR(found.st_mode):
-                    fd = _step(fd, name)
-                    waiting.append([])
-                    waiting[-1] = os.listdir(fd)
+                if not stat.S_ISDIR(found.st_mode):
+                    size_bytes += 512 * found.st_blocks // found.st_nlink
+                    continue
+                fd = _step(fd, name)
+                waiting.append([])
+                waiting[-1] = os.listdir(fd)
     except OSError:
         pass  # the way up is gone: the program moves its folders
     finally:
@@ -59,16 +62,18 @@ def _step(fd: int, name: str) -> int:
 
 
 def remove(folder: str) -> int:
-    """Remove the folder with what the program left in it, however deep and locked. Returns the bytes that it held on
-    disk. OSError when that fails."""
+    """Remove the folder with what the program left in it, however deep and locked. OSError when that fails.
+
+    Returns the bytes that its files held on disk.
+    """
     top = _open(folder)
     number = size_bytes = 0
     try:
         while names := os.listdir(top):
             for name in names:
                 found = os.lstat(name, dir_fd=top)
-                size_bytes += 512 * found.st_blocks // found.st_nlink
                 if not stat.S_ISDIR(found.st_mode):
+                    size_bytes += 512 * found.st_blocks // found.st_nlink
                     os.unlink(name, dir_fd=top)
                     continue
                 inner = _open(name, within=top)

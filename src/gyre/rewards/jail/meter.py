@@ -1,9 +1,10 @@
-"""Meter: memory of a run that no process shows as its own. In: sockets in use, metered calls, maps. Out: bytes.
+"""Meter: memory of a run that no process shows as its own. In: sockets in use, metered calls, maps, locks. Out: bytes.
 
     sockets            what each may hold in its send buffer; the count holds unaccepted and closed ones, too
     TCP connections    what a send buffer may grow to
     shared mappings    their length, as long as any process maps them: their pages outlive the page tables
-    locks, epoll       a fixed size for each call, never given back
+    epoll              a fixed size for each file watched, never given back
+    file locks         a fixed size for each; more than 10,000 count as too much, since only reading them counts them
 
 Each is an upper bound. `SO_SNDBUF` and the like are refused (jail.calls), so a buffer stays as it was made.
 Caller: jail.zygote.
@@ -15,7 +16,9 @@ import heapq
 import os
 import socket
 
-_CALL_BYTES = 256  # of a file lock or a watched file, rounded up
+_ENTRY_BYTES = 256  # of a file lock or a watched file, rounded up
+_MOST_LOCKS = 10_000
+_TOO_MUCH = 1 << 62
 
 
 class Meter:
@@ -26,7 +29,7 @@ class Meter:
         self.counts_mappings = False  # whether mmap is metered
         self._socket_bytes = socket_bytes
         self._tcp_bytes = tcp_bytes
-        self._calls = 0
+        self._watched = 0
         self._shared: list[int] = []  # lengths of all shared mappings ever made
 
     def charge(self, name: str, arguments: tuple[int, ...]) -> None:
@@ -34,11 +37,11 @@ class Meter:
         if name == "mmap":
             self._shared.append(arguments[1])
         else:
-            self._calls += 1
+            self._watched += 1
 
     def total(self, pids: list[int]) -> int:
         """Bytes that the run may hold, beside what its processes show."""
-        return self._calls * _CALL_BYTES + self._sockets() + self._mappings(pids)
+        return self._watched * _ENTRY_BYTES + self._sockets() + _locks(pids) + self._mappings(pids)
 
     def _sockets(self) -> int:
         if self.sockstat < 0:
@@ -58,6 +61,17 @@ class Meter:
             except OSError:
                 continue  # ended meanwhile
         return sum(heapq.nlargest(len(alive), self._shared))
+
+
+def _locks(pids: list[int]) -> int:
+    """Bytes of the file locks that processes hold."""
+    own, count = {b"%d" % pid for pid in pids}, 0
+    with open("/proc/locks", "rb") as file:
+        for line in file:  # "1: POSIX  ADVISORY  WRITE PID device:inode first last"
+            count += line.replace(b"-> ", b"").split(None, 5)[4] in own  # "->" marks one that waits
+            if count > _MOST_LOCKS:
+                return _TOO_MUCH
+    return count * _ENTRY_BYTES
 
 
 def buffer_sizes() -> tuple[int, int]:

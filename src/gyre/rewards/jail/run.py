@@ -112,7 +112,7 @@ class Run:
         elif self._work_fd >= 0:
             found = os.fstatvfs(self._work_fd)
             entries = found.f_files - found.f_ffree
-        return "files" if size_bytes > self._limits["file_bytes"] or entries > view.WORK_FILES else None
+        return "files" if size_bytes > self._limits["disk_bytes"] or entries > view.WORK_FILES else None
 
     def close(self) -> None:
         self._status.close()

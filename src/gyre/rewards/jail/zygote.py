@@ -170,6 +170,8 @@ def _serve_one(client: socket.socket, jail: Jail) -> bool:
     limits = marshal.loads(message)
     if jail.mode == "bubblewrap":
         limits["processes"] += bubble.OWN_PROCESSES
+    # A weak run's folder, where the program itself and the files that it comes with take whole blocks.
+    limits["disk_bytes"] = limits["file_bytes"] + os.fstat(files[0]).st_size + (64 << 10)
     started_s, cpu_before_s = time.monotonic(), watch.children_cpu_s()
     stage = jail.stage or program.Stage(folder.make() if jail.mode == "weak" else view.WORK)
     status, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -191,7 +193,7 @@ def _serve_one(client: socket.socket, jail: Jail) -> bool:
     error = run.error or ("" if run.started or reason else "it ended before the program started")
     if jail.mode == "weak":
         try:
-            if folder.remove(stage.folder) > limits["file_bytes"]:
+            if folder.remove(stage.folder) > limits["disk_bytes"]:
                 reason = reason or "files"
         except OSError as left:
             error = f"the work folder {stage.folder} could not be removed: {left}"
