@@ -34,7 +34,7 @@ _ISOLATION = {
     "weak": "weak: limits and process groups only; network, files and user are shared with this machine",
 }
 _START_S = 20.0  # until a zygote has answered
-_SLACK_S = 5.0  # beyond the wall limit, until a zygote that does not answer is replaced
+_SLACK_S = 20.0  # beyond the wall limit, until a zygote that does not answer is replaced; weak mode clears a disk
 _SEALS = 0x1 | 0x2 | 0x4 | 0x8  # F_SEAL_SEAL, SHRINK, GROW, WRITE: nobody changes the file any more
 
 
@@ -144,7 +144,7 @@ class Cell:
             self._socket = None
         if self._zygote is not None:
             try:
-                self._zygote.wait(timeout=2.0)
+                self._zygote.wait(timeout=_SLACK_S)
             except subprocess.TimeoutExpired:
                 self._zygote.kill()
                 self._zygote.wait()

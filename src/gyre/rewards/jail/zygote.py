@@ -206,7 +206,10 @@ def _serve_one(client: socket.socket, jail: Jail) -> bool:
         "cpu_s": watch.children_cpu_s() - cpu_before_s,
         "wall_s": time.monotonic() - started_s,
     }
-    client.send(marshal.dumps(ended))
+    try:
+        client.send(marshal.dumps(ended))
+    except BrokenPipeError:  # the client went while this run was cleared away
+        return False
     return True
 
 
