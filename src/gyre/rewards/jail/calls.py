@@ -40,6 +40,7 @@ ALLOWED = {
     "mlock2": (325, 284), "mlockall": (151, 230), "munlockall": (152, 231), "membarrier": (324, 283),
     "pkey_alloc": (330, 289), "pkey_free": (331, 290), "pkey_mprotect": (329, 288), "mseal": (462, 462),
     "get_mempolicy": (239, 236),
+    "mbind": (237, 235), "set_mempolicy": (238, 237),
     # processes and threads
     "clone": (56, 220), "fork": (57, -1), "vfork": (58, -1), "execve": (59, 221), "execveat": (322, 281),
     "exit": (60, 93), "exit_group": (231, 94), "wait4": (61, 260), "waitid": (247, 95), "set_tid_address": (218, 96),
@@ -100,7 +101,7 @@ REFUSED = {
     "personality": (135, 92), "modify_ldt": (154, -1), "quotactl": (179, 60), "swapon": (167, 224),
     "reboot": (169, 142), "syslog": (103, 116), "acct": (163, 89), "init_module": (175, 105),
     "finit_module": (313, 273), "kexec_load": (246, 104), "kexec_file_load": (320, 294), "iopl": (172, -1),
-    "ioperm": (173, -1), "clone3": (435, 435), "mbind": (237, 235), "set_mempolicy": (238, 237),
+    "ioperm": (173, -1), "clone3": (435, 435),
     "migrate_pages": (256, 238), "move_pages": (279, 239), "remap_file_pages": (216, 234), "ioprio_set": (251, 30),
     "process_madvise": (440, 440), "settimeofday": (164, 170), "clock_settime": (227, 112), "adjtimex": (159, 171),
     "sethostname": (170, 161), "setdomainname": (171, 162),
