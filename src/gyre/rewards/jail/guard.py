@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import functools
 import platform
 import struct
 from collections import Counter
@@ -46,6 +47,11 @@ def _program(*, notify: bool) -> tuple[ctypes.Array[ctypes.c_char], bytes]:
     return kept, struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(kept))
 
 
+@functools.cache
+def _names() -> dict[int, str]:
+    return calls.names(platform.machine())
+
+
 class Listener:
     """Answers the calls of one run."""
 
@@ -53,7 +59,6 @@ class Listener:
         self.fd = fd
         self.refused: Counter[str] = Counter()
         self._meter = meter
-        self._names = calls.names(platform.machine())
 
     def answer_one(self) -> None:
         """Take one waiting call and answer it. Its process may die meanwhile."""
@@ -65,7 +70,7 @@ class Listener:
                 raise
             return
         number, *arguments = struct.unpack_from("iIQ6Q", request, 16)
-        name, given = self._names.get(number, f"call {number}"), tuple(arguments[2:])
+        name, given = _names().get(number, f"call {number}"), tuple(arguments[2:])
         if calls.decide(name, given) == calls.METER:
             self._meter.charge(name, given)
             self._send(request, 0, _GO_ON)

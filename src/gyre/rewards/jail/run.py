@@ -56,18 +56,20 @@ class Run:
         deadline_s, look_s = started_s + self._limits["wall_s"], started_s + watch.PERIOD_S
         ended = os.pidfd_open(self._child)
         poll = select.poll()
-        for fd in (ended, client.fileno(), self._status.fileno()):
+        for fd in (ended, client.fileno()):
             poll.register(fd, select.POLLIN)
         try:
             while True:
                 wait_s = max(min(deadline_s, look_s) - time.monotonic(), 0.001)
-                ready = {fd for fd, _ in poll.poll(wait_s * 1000)}
-                if self._status.fileno() in ready:
-                    self._take_status(poll)
+                ready = dict(poll.poll(wait_s * 1000))
                 if ended in ready:
+                    self._take_status(poll)
                     return None
                 if self._listener is not None and self._listener.fd in ready:
-                    self._listener.answer_one()
+                    if ready[self._listener.fd] & select.POLLIN:
+                        self._listener.answer_one()
+                    else:  # every process that could ask is on its way out
+                        poll.unregister(self._listener.fd)
                 reason, now_s = None, time.monotonic()
                 if client.fileno() in ready:
                     wish = client.recv(64)
@@ -77,6 +79,7 @@ class Run:
                 elif now_s >= deadline_s:
                     reason = "timeout"
                 elif now_s >= look_s:
+                    self._take_status(poll)
                     reason = self._excess()
                     look_s = time.monotonic() + watch.PERIOD_S
                 if reason is not None:
@@ -87,7 +90,12 @@ class Run:
             os.close(ended)
 
     def _take_status(self, poll: select.poll) -> None:
-        message, files, _, _ = socket.recv_fds(self._status, 4096, 4)
+        """Read the channel if there is news. Not polled: a wake-up for each program would cost more than the wait of a
+        first refused call until the next look."""
+        try:
+            message, files, _, _ = socket.recv_fds(self._status, 4096, 4)
+        except BlockingIOError:
+            return
         word, *names = message.decode("utf-8", "replace").split(" ")
         if word == "started":
             passed = dict(zip(names, files, strict=True))
@@ -100,8 +108,6 @@ class Run:
                 poll.register(self._listener.fd, select.POLLIN)
         elif message:
             self.error = message.decode("utf-8", "replace")
-        else:
-            poll.unregister(self._status.fileno())
 
     def _excess(self) -> str | None:
         pids = watch.members(whole_namespace=self._mode == "strong")
