@@ -101,14 +101,14 @@ def drop_capabilities() -> None:
     _check(_libc.capset(header, bytes(24)), "capset")
 
 
-def map_one_user(inside: int, outside: int, group_outside: int) -> None:
-    """Map one user and one group into the user namespace just made."""
-    for path, text in (
-        ("/proc/self/setgroups", "deny"),
-        ("/proc/self/uid_map", f"{inside} {outside} 1"),
-        ("/proc/self/gid_map", f"{inside} {group_outside} 1"),
+def map_one_user(inside: int, outside: int, group_outside: int, own_folder: int | None = None) -> None:
+    """Map one user and one group into the user namespace just made. `own_folder`: an open /proc/self."""
+    for name, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"{inside} {outside} 1"),
+        ("gid_map", f"{inside} {group_outside} 1"),
     ):
-        fd = os.open(path, os.O_WRONLY)
+        fd = os.open(f"/proc/self/{name}" if own_folder is None else name, os.O_WRONLY, dir_fd=own_folder)
         try:
             os.write(fd, text.encode())
         finally:

@@ -85,10 +85,12 @@ def _limit(which: int, soft: int, hard: int) -> None:
     resource.setrlimit(which, (soft, hard))
 
 
-def lock_in(limits: dict[str, Any]) -> None:
-    """Strong mode: an own user namespace, so that processes are counted apart; no capabilities."""
+def lock_in(limits: dict[str, Any], own_folder: int) -> None:
+    """Strong mode: an own user namespace, so that processes are counted apart; no capabilities. `own_folder`: an open
+    /proc/self that can be written to."""
     kernel.unshare(kernel.CLONE_NEWUSER)
-    kernel.map_one_user(_USER, 0, 0)
+    kernel.map_one_user(_USER, 0, 0, own_folder)
+    os.close(own_folder)
     limit(limits, processes=limits["processes"])
     kernel.drop_capabilities()
 

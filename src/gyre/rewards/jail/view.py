@@ -89,11 +89,11 @@ def _show(fd: int, target: str, *, is_folder: bool, as_device: bool) -> None:
         kernel.restrict_mount(target, limits, recursive=True)
 
 
-def mount_proc() -> None:
-    """Show only the processes of the caller's process namespace, and the machine's settings to read only."""
-    kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
-    kernel.mount("/proc/sys", "/proc/sys", None, kernel.MS_BIND)
-    kernel.restrict_mount("/proc/sys", kernel.ATTR_RDONLY, recursive=False)
+def mount_proc(*, read_only: bool) -> None:
+    """Show only the processes of the caller's process namespace. Read-only, the settings of the machine and of the
+    run's own namespaces cannot be written, whoever owns them."""
+    flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC | (kernel.MS_RDONLY if read_only else 0)
+    kernel.mount("proc", "/proc", "proc", flags)
 
 
 def mount_work_folder(size_bytes: int) -> None:

@@ -110,7 +110,7 @@ def _enter_strong(folders: list[str]) -> str:
     if inner:
         os._exit(os.waitstatus_to_exitcode(os.waitpid(inner, 0)[1]) & 0xFF)
     kernel.die_with_parent(signal.SIGKILL)
-    view.mount_proc()
+    view.mount_proc(read_only=False)
     return note
 
 
@@ -240,10 +240,11 @@ def _become_program(
         assert jail.call_filter is not None
         if jail.mode == "strong":
             kernel.unshare(kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS)
-            view.mount_proc()
+            own_folder = os.open("/proc/self", os.O_PATH)
+            view.mount_proc(read_only=True)
             view.mount_work_folder(limits["file_bytes"])
+            program.lock_in(limits, own_folder)
             sockstat = os.open("/proc/self/net/sockstat", os.O_RDONLY)
-            program.lock_in(limits)
             payload = program.prepare(_PAYLOAD_FD, stage)
             program.announce(status, jail.call_filter, sockstat=sockstat)
         else:
