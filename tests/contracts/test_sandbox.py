@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
+import socket
 
 import psutil
 import pytest
 
 from gyre.core.errors import InputError
-from gyre.rewards.executors import Cells, Unavailable, _probe
+from gyre.rewards.executors import Cell, Cells, Unavailable, _probe
 from gyre.rewards.sandbox import Limits, Program
 
 LIMITS = Limits(wall_s=10.0, cpu_s=5.0, memory_bytes=128 << 20, processes=8, output_bytes=1 << 16, file_bytes=1 << 20)
@@ -148,6 +150,73 @@ def test_memory_of_all_processes_is_limited(cells):
 def test_files_are_limited(cells):
     result = _run(cells, "open('big', 'wb').write(b'x' * (2 << 20))")
     assert result.outcome == "exit" and "OSError" in result.stderr
+
+
+def test_files_are_limited_together(cells):
+    """100 MiB in files of an allowed size, into a folder of 4 MiB."""
+    limits = Limits(wall_s=10.0, memory_bytes=128 << 20, file_bytes=4 << 20)
+    source = "for n in range(50):\n  with open(f'f{n}', 'wb') as f: f.write(bytes(2 << 20))\nprint('written')"
+    result = _run(cells, source, limits=limits)
+    assert result.outcome == ("files" if cells.mode == "weak" else "exit") and "written" not in result.stdout, result
+
+
+DEEP = """
+import os
+for _ in range(300):
+    os.mkdir("d" * 200)
+    os.chdir("d" * 200)
+open("f", "w").write("x")
+"""
+LOCKED = """
+import os
+os.makedirs("a/b/c")
+open("a/b/f", "w").write("x")
+for path in ("a/b/c", "a/b", "a", "."):
+    os.chmod(path, 0)
+"""
+
+
+@pytest.mark.parametrize("source", [DEEP, LOCKED], ids=["deep", "locked"])
+def test_folders_are_removed_however_deep_and_locked(cells, source):
+    result = _run(cells, "import os\nprint(os.getcwd())\n" + source)
+    assert result.outcome == "ok", result
+    assert not os.path.lexists(result.stdout.strip()) or cells.mode != "weak"
+
+
+def test_a_program_cannot_say_that_the_sandbox_failed(cells):
+    source = "import os\nos.write(2, b'the sandbox could not start the program: x')\nos._exit(125)"
+    result = _run(cells, source)
+    assert (result.outcome, result.exit_code) == ("exit", 125), result
+
+
+def test_a_program_that_cannot_be_put_up_is_the_sandboxs_own_failure(cells):
+    result = _run(cells, "print(1)" + " " * (2 << 20))  # larger than its work folder
+    assert result.outcome == "failed" and "could not run the program" in result.detail, result
+    assert _run(cells, "print(1)").outcome == "ok"
+
+
+def test_pipes_that_stay_open_are_not_waited_for(tmp_path):
+    """Somebody outside holds the program's stdout; only weak mode lets a program reach anybody."""
+    cell = Cell("weak")
+    source = f"""
+import array, socket
+with socket.socket(socket.AF_UNIX) as s:
+    s.connect({str(tmp_path / "s")!r})
+    s.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [1, 2]))])
+print("sent")
+"""
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "s"))
+        server.listen()
+        result = cell.run(Program(source=source), limits=LIMITS)
+        cell.close()
+    assert (result.outcome, result.stdout) == ("ok", "sent\n"), result
+
+
+def test_refused_calls_are_told(cells):
+    result = _run(cells, "import socket\nsocket.socket(40, socket.SOCK_STREAM)")
+    assert result.outcome == "exit" and "not supported" in result.stderr, result
+    assert result.refused_calls == {"socket(family 40, protocol 0)": 1}
 
 
 def test_nothing_survives_to_the_next_run(cells):

@@ -20,6 +20,7 @@ COUNTED = [
     "drop.unscored",
     "fallback.filter_by_score",
     "rollouts.refills_exhausted",
+    "sandbox.call_refused",
     "sandbox.weak",
     "engine.failed",
     "engine.refused",

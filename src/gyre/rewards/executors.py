@@ -34,7 +34,7 @@ _ISOLATION = {
     "weak": "weak: limits and process groups only; network, files and user are shared with this machine",
 }
 _START_S = 20.0  # until a zygote has answered
-_SLACK_S = 5.0  # beyond the wall limit, until a zygote that does not answer is replaced
+_SLACK_S = 20.0  # beyond the wall limit, until a zygote that does not answer is replaced; weak mode clears a disk
 _SEALS = 0x1 | 0x2 | 0x4 | 0x8  # F_SEAL_SEAL, SHRINK, GROW, WRITE: nobody changes the file any more
 
 
@@ -100,35 +100,41 @@ class Cell:
             os.close(err_read)
 
     def _follow(self, out_fd: int, err_fd: int, limits: Limits) -> ProgramResult:
-        """Collect output until the zygote says that the run is over and every writer is gone."""
+        """Collect output until the zygote says that the run is over: then every process of it is gone, and what its
+        pipes hold is taken without waiting for their end, which a socket that holds itself open would keep away."""
         assert self._socket is not None
         control = self._socket.fileno()
         collected: dict[int, bytearray] = {out_fd: bytearray(), err_fd: bytearray()}
         poll = select.poll()
         for fd in (control, out_fd, err_fd):
             poll.register(fd, select.POLLIN)
+        os.set_blocking(out_fd, False)
+        os.set_blocking(err_fd, False)
         answer: dict | None = None
         give_up_s = time.monotonic() + limits.wall_s + _SLACK_S
-        open_fds, asked = {out_fd, err_fd}, False
-        while answer is None or open_fds:
-            ready = poll.poll(max(give_up_s - time.monotonic(), 0.0) * 1000 + 1)
-            if not ready and time.monotonic() >= give_up_s:
+        asked = False
+        while answer is None:
+            ready = {fd for fd, _ in poll.poll(max(give_up_s - time.monotonic(), 0.0) * 1000 + 1)}
+            if control in ready:
+                message = self._socket.recv(65536)
+                if not message:
+                    raise ConnectionResetError("it closed its socket")
+                answer = marshal.loads(message)
+            elif not ready and time.monotonic() >= give_up_s:
                 raise TimeoutError(f"no answer {_SLACK_S:g} s after the wall limit")
-            for fd, _ in ready:
-                if fd == control:
-                    message = self._socket.recv(65536)
-                    if not message:
-                        raise ConnectionResetError("it closed its socket")
-                    answer = marshal.loads(message)
-                elif not _take(fd, collected[fd]):
+            for fd in collected.keys() & ready:
+                if not _take(fd, collected[fd]):
                     poll.unregister(fd)
-                    open_fds.discard(fd)
             over = sum(map(len, collected.values())) - limits.output_bytes
             if over > 0 and answer is None and not asked:
                 self._socket.send(b"output")
                 asked = True
             for kept in collected.values():
                 del kept[limits.output_bytes :]
+        for fd, kept in collected.items():
+            while len(kept) <= limits.output_bytes and _take(fd, kept):
+                pass
+            del kept[limits.output_bytes :]
         return _result(answer, bytes(collected[out_fd]), bytes(collected[err_fd]), limits, flooded=asked)
 
     def close(self) -> None:
@@ -138,7 +144,7 @@ class Cell:
             self._socket = None
         if self._zygote is not None:
             try:
-                self._zygote.wait(timeout=2.0)
+                self._zygote.wait(timeout=_SLACK_S)
             except subprocess.TimeoutExpired:
                 self._zygote.kill()
                 self._zygote.wait()
@@ -244,8 +250,11 @@ def _sealed(data: bytes) -> int:
 
 
 def _take(fd: int, into: bytearray) -> bool:
-    """Read what is there. False at the end of the pipe."""
-    data = os.read(fd, 65536)
+    """Read what is there. False at the end of the pipe, and when it is empty."""
+    try:
+        data = os.read(fd, 65536)
+    except BlockingIOError:
+        return False
     into += data
     return bool(data)
 
@@ -253,11 +262,14 @@ def _take(fd: int, into: bytearray) -> bool:
 def _result(answer: dict, out: bytes, err: bytes, limits: Limits, *, flooded: bool) -> ProgramResult:
     stdout, stderr = out.decode("utf-8", "replace"), err.decode("utf-8", "replace")
     reason = "output" if flooded else answer["reason"]
-    outcome, detail = classify(answer["code"], reason, stderr, cpu_s=answer["cpu_s"], limits=limits)
+    outcome, detail = classify(
+        answer["code"], reason, stderr, error=answer["error"], cpu_s=answer["cpu_s"], limits=limits
+    )
     exit_code = answer["code"] if answer["code"] >= 0 and reason is None else None
     return ProgramResult(
         outcome=outcome, stdout=stdout, stderr=stderr, exit_code=exit_code,
         wall_s=answer["wall_s"], cpu_s=answer["cpu_s"], detail=detail,
+        refused_calls=answer["refused"],
     )  # fmt: skip
 
 

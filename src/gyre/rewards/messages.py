@@ -57,6 +57,7 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True):
     token: bytes = b""  # of the job
     worn: str = ""  # why the worker should be replaced; it does no further check of this job
     decided_inside: int = 0  # tests of code that the program under test could forge
+    refused_calls: dict[str, int] = {}  # system calls that the sandbox refused to the check's programs, and how often
 
 
 READY = -1

@@ -25,7 +25,8 @@ from typing import Literal
 from gyre.core.errors import InputError
 
 Mode = Literal["strong", "bubblewrap", "weak"]
-Outcome = Literal["ok", "exit", "timeout", "cpu", "memory", "processes", "output", "killed", "failed"]
+Outcome = Literal["ok", "exit", "timeout", "cpu", "memory", "processes", "output", "files", "killed", "failed"]
+MOST_FILES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +38,7 @@ class Limits:
     memory_bytes: int = 512 << 20  # over all its processes; also the address space of each
     processes: int = 16  # processes and threads at once
     output_bytes: int = 1 << 20  # stdout and stderr together
-    file_bytes: int = 16 << 20  # its work folder; also each file
+    file_bytes: int = 16 << 20  # its work folder in all, with up to MOST_FILES files and folders; also each file
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
@@ -64,8 +65,8 @@ class Program:
 class ProgramResult:
     """How a program ended.
 
-    ok: exit code 0. exit: another code. timeout, cpu, memory, processes, output: ended over that limit. killed: by a
-    signal of its own making. failed: the sandbox itself could not run it; `detail` says why.
+    ok: exit code 0. exit: another code. timeout, cpu, memory, processes, output, files: ended over that limit.
+    killed: by a signal of its own making. failed: the sandbox itself could not run it; `detail` says why.
     """
 
     outcome: Outcome
@@ -75,23 +76,27 @@ class ProgramResult:
     wall_s: float
     cpu_s: float
     detail: str = ""
+    refused_calls: Mapping[str, int] = field(default_factory=dict)  # system call → how often it was refused
 
 
-def classify(code: int, reason: str | None, stderr: str, *, cpu_s: float, limits: Limits) -> tuple[Outcome, str]:
-    """Name the outcome from the exit code (negative: a signal), why it was ended, and what it said."""
-    if reason in ("timeout", "cpu", "memory", "processes", "output"):
+def classify(
+    code: int, reason: str | None, stderr: str, *, error: str = "", cpu_s: float, limits: Limits
+) -> tuple[Outcome, str]:
+    """Name the outcome from the exit code (negative: a signal), why it was ended, what it said, and the sandbox's own
+    error, which no program can write."""
+    if error:
+        return "failed", f"the sandbox could not run the program: {error} {stderr.strip()[-300:]}".strip()
+    if reason in ("timeout", "cpu", "memory", "processes", "output", "files"):
         allowed = {
             "timeout": f"{limits.wall_s:g} s of wall time",
             "cpu": f"{limits.cpu_s:g} s of CPU time",
             "memory": f"{limits.memory_bytes >> 20} MiB of memory",
             "processes": f"{limits.processes} processes",
             "output": f"{limits.output_bytes} bytes of output",
+            "files": f"{limits.file_bytes} bytes or {MOST_FILES} files in its work folder",
         }[reason]
         return reason, f"ended over its limit of {allowed}"
-    if reason is not None:
-        return "failed", reason
-    if code == 125 and stderr.startswith("the sandbox could not"):
-        return "failed", stderr.strip()
+    assert reason is None, reason
     if code == -24 or (code == -9 and cpu_s >= limits.cpu_s):  # SIGXCPU, or SIGKILL at the hard limit
         return "cpu", f"ended over its limit of {limits.cpu_s:g} s of CPU time"
     if code < 0:

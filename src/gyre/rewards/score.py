@@ -6,7 +6,8 @@ as the least that the part can give, so that it is never worth more than a wrong
 least value nobody knows, that is `failed`, or the least that it gave in the same call (core.scores).
 Parts of kind "model" are not scored here: the trainer evaluates the reward model, and the loop adds its ScorePart.
 Events: reward.timeout, reward.error, reward.invalid (one per labelled part, with the rollout and the reason);
-warn.tests_decided_inside (per call and part: `count` tests of code that the tested programs could forge); those of
+warn.tests_decided_inside (per call and part: `count` tests of code that the tested programs could forge);
+sandbox.call_refused (one per part whose programs made such system calls, by name and with counts); those of
 rewards.pool and of rewards.executors.choose_mode. Caller: `wire` builds it, the loop calls it.
 """
 
@@ -110,6 +111,10 @@ class RuleScorer:
         for part in parts:
             if part.outcome != "ok":
                 self._emit(f"reward.{part.outcome}", part=part.name, rollout=rollout.rollout_id, reason=part.reason)
+        for part, verdict in zip(parts, verdicts, strict=True):
+            if verdict.refused_calls:
+                calls = verdict.refused_calls
+                self._emit("sandbox.call_refused", part=part.name, rollout=rollout.rollout_id, calls=calls)
         begun = [verdict.started_s for verdict in verdicts if verdict.ended_s]
         ended = [verdict.ended_s for verdict in verdicts if verdict.ended_s]
         whole = len(ended) == len(verdicts) and ended

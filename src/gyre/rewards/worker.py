@@ -20,6 +20,7 @@ import select
 import signal
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NoReturn, cast
 
@@ -152,7 +153,8 @@ def serve(channel: socket.socket) -> None:
 
     me = os.getpid()
     inside: list[int] = []  # of the check that runs
-    checks = build_checks(setup, tell, inside.append)
+    refused: Counter[str] = Counter()  # likewise
+    checks = build_checks(setup, tell, inside.append, refused)
     if os.getpid() != me:
         os._exit(0)  # a module forked while it was imported, and this is the copy
     quick = [part["kind"] in QUICK for part in setup.parts]
@@ -170,8 +172,10 @@ def serve(channel: socket.socket) -> None:
                 items[place] = decode_item(job.items[place])
             verdict = judge(index, checks[part], items[place], token=job.token)
             worn = wear.reason() if not quick[part] or index + 1 == len(job.checks) else ""
-            known += frame(msgspec.structs.replace(verdict, worn=worn, decided_inside=sum(inside)))
+            verdict = msgspec.structs.replace(verdict, decided_inside=sum(inside), refused_calls=dict(refused))
+            known += frame(msgspec.structs.replace(verdict, worn=worn))
             inside.clear()
+            refused.clear()
             if worn:
                 break  # the scorer replaces this worker and gives the rest to others
         tell()
@@ -202,13 +206,18 @@ def _address_space_bytes() -> int:
         return int(file.read().split()[0]) * _PAGE_BYTES
 
 
-def build_checks(setup: Setup, before_slow: Callable[[], None], decided_inside: Callable[[int], None]) -> list[Check]:
-    """The checks of all parts, with one sandbox cell among them, started at the first program."""
+def build_checks(
+    setup: Setup, before_slow: Callable[[], None], decided_inside: Callable[[int], None], refused: Counter[str]
+) -> list[Check]:
+    """The checks of all parts, with one sandbox cell among them, started at the first program. System calls that it
+    refuses are added to `refused`."""
     cell = Cell(cast(Mode, setup.sandbox)) if setup.sandbox else None
 
     def run(program: Program, limits: Limits) -> ProgramResult:
         assert cell is not None
-        return cell.run(program, limits=limits)
+        result = cell.run(program, limits=limits)
+        refused.update(result.refused_calls)
+        return result
 
     tools = Tools(run=run if cell is not None else None, before_slow=before_slow, decided_inside=decided_inside)
     return [build_check(part, tools) for part in setup.parts]

@@ -8,29 +8,46 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 from typing import Any
 
-from gyre.rewards.jail import kernel, program, view
+from gyre.rewards.jail import guard, kernel, program, view
 
-_PAYLOAD_FD, _FILTER_FD = 3, 4
+_PAYLOAD_FD, _STATUS_FD = 3, 4
 OWN_PROCESSES = 2  # bwrap outside and inside; they count among the run's
 _PACKAGE = "/gyre-jail"  # where the program's starter is shown
+_JAIL = os.path.dirname(os.path.abspath(__file__))
+_MASKED = ("/proc/sysrq-trigger", "/proc/kcore", "/proc/keys", "/proc/timer_list", "/proc/kmsg")
 
 
-def command(limits: dict[str, Any], folders: list[str]) -> list[str]:
-    """Arguments of bwrap. The payload is open at 3 and the call filter at 4."""
-    jail = os.path.dirname(os.path.abspath(__file__))
+def options(folders: list[str], *, staged: bool) -> list[str]:
+    """The walls as arguments of bwrap. `staged`: first bind what may be hidden from other users than root where every
+    user can reach it; then the caller may become one."""
     inside = f"{_PACKAGE}/gyre/rewards/jail"
+    shown = view.shown(folders)
+    links = {path: os.readlink(path) for path in shown if os.path.islink(path)}
+    own = [path for path in shown if path not in links and path in map(os.path.realpath, folders)]
+    sources = view.stage([*own, _JAIL]) if staged else {}
     words = ["bwrap", "--unshare-all", "--unshare-user", "--uid", "1000", "--gid", "1000", "--cap-drop", "ALL"]
-    words += ["--die-with-parent", "--new-session", "--hostname", "sandbox", "--seccomp", str(_FILTER_FD)]
-    for path in view.shown(folders):
-        words += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
-    words += ["--proc", "/proc", "--dev", "/dev", "--ro-bind", jail, inside]
-    words += ["--size", str(limits["file_bytes"]), "--tmpfs", view.WORK, "--symlink", view.WORK, "/tmp"]
+    words += ["--die-with-parent", "--new-session", "--hostname", "sandbox"]
+    for path in shown:
+        words += ["--symlink", links[path], path] if path in links else ["--ro-bind", sources.get(path, path), path]
+    words += ["--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys"]
+    for path in filter(os.path.exists, _MASKED):
+        words += ["--ro-bind", "/dev/null", path]
+    for path in view.DEVICES:
+        words += ["--dev-bind", path, path]
+    words += ["--symlink", view.WORK, "/dev/shm", "--ro-bind", sources.get(_JAIL, _JAIL), inside]
+    return words
+
+
+def command(words: list[str], limits: dict[str, Any]) -> list[str]:
+    """Arguments of bwrap for one program. The payload is open at 3 and the zygote's channel at 4."""
+    words = [*words, "--size", str(limits["file_bytes"]), "--tmpfs", view.WORK, "--symlink", view.WORK, "/tmp"]
     words += ["--setenv", "PYTHONPATH", _PACKAGE, "--setenv", "HOME", view.WORK, "--setenv", "TMPDIR", view.WORK]
     words += ["--remount-ro", "/", "--chdir", view.WORK]
-    python = [sys.executable, "-S", "-s", "-P", "-B", f"{inside}/bubble.py"]
+    python = [sys.executable, "-S", "-s", "-P", "-B", f"{_PACKAGE}/gyre/rewards/jail/bubble.py"]
     return [*words, *python, json.dumps(limits)]
 
 
@@ -48,7 +65,11 @@ def main(limits: dict[str, Any]) -> None:
     program.limit(limits, processes=limits["processes"])
     stage = program.Stage(view.WORK)
     stage.set_up()
-    program.run(program.read_payload(_PAYLOAD_FD), stage)
+    status = socket.socket(fileno=_STATUS_FD)
+    sockstat, work = os.open("/proc/self/net/sockstat", os.O_RDONLY), os.open(view.WORK, os.O_PATH)
+    payload = program.prepare(_PAYLOAD_FD, stage)
+    program.announce(status, guard.CallFilter(), sockstat=sockstat, work=work)
+    program.run(payload, stage)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ on it holds no capability, cannot get one, and sees only its own namespaces.
 
 Each memory page that this process is the first to touch after the fork costs microseconds, and they are most of what a
 start costs. So what can be made ready in the zygote is made there (`Stage`), and the code here is short and plain.
-Caller: jail.zygote.
+Callers: jail.zygote, jail.bubble.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ import marshal
 import math
 import os
 import resource
+import socket
 import sys
 import threading
 import types
 from typing import Any, NoReturn
 
-from gyre.rewards.jail import kernel
+from gyre.rewards.jail import guard, kernel
 
 _USER = 1000  # who the program believes to be
 OPEN_FILES = 256  # the zygote keeps to it too
+_RLIMIT_SIGPENDING, _QUEUED_SIGNALS = 11, 1024  # no name in the library
 
 
 class Stage:
@@ -61,6 +63,7 @@ def limit_for_all() -> None:
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
         (resource.RLIMIT_MEMLOCK, 0),
+        (_RLIMIT_SIGPENDING, _QUEUED_SIGNALS),
     ):
         _limit(which, most, most)
 
@@ -82,41 +85,55 @@ def _limit(which: int, soft: int, hard: int) -> None:
     resource.setrlimit(which, (soft, hard))
 
 
-def lock_in(limits: dict[str, Any], call_filter: kernel.CallFilter) -> None:
-    """Strong mode: an own user namespace, so that processes are counted apart; no capabilities; filtered calls."""
+def lock_in(limits: dict[str, Any], own_folder: int) -> None:
+    """Strong mode: an own user namespace, so that processes are counted apart; no capabilities. `own_folder`: an open
+    /proc/self that can be written to."""
     kernel.unshare(kernel.CLONE_NEWUSER)
-    kernel.map_one_user(_USER, 0, 0)
+    kernel.map_one_user(_USER, 0, 0, own_folder)
+    os.close(own_folder)
     limit(limits, processes=limits["processes"])
     kernel.drop_capabilities()
-    call_filter.install()
 
 
-def read_payload(fd: int) -> dict[str, Any]:
-    """Take the program from its file: {"source", "argv", "files"}. The zygote never reads it."""
-    payload = marshal.loads(os.read(fd, os.fstat(fd).st_size))
-    os.close(fd)
+def announce(status: socket.socket, call_filter: guard.CallFilter, **files: int) -> None:
+    """Install the filter, say that the program starts now, and pass on what the zygote watches it by. `files` by name;
+    all are closed here, so that nothing of ours is open in the program."""
+    listener = call_filter.install()
+    if listener >= 0:
+        files["listener"] = listener
+    socket.send_fds(status, [" ".join(["started", *files]).encode()], list(files.values()))
+    for fd in (*files.values(), status.detach()):
+        os.close(fd)
+
+
+def prepare(payload_fd: int, stage: Stage) -> dict[str, Any]:
+    """Take the program from its file, {"source", "argv", "files"}, and write its files. The zygote never reads it."""
+    payload = marshal.loads(os.read(payload_fd, os.fstat(payload_fd).st_size))
+    os.close(payload_fd)
+    os.chdir(stage.folder)
+    for name, text in payload["files"].items():
+        os.makedirs(os.path.dirname(os.path.join(stage.folder, name)), exist_ok=True)
+        _write(os.path.join(stage.folder, name), text)
+    _write(stage.path, payload["source"])  # so that tracebacks show its lines
     return payload
 
 
 def run(payload: dict[str, Any], stage: Stage) -> NoReturn:
     """Run the source as `python main.py ARGV` would, and leave with its exit code."""
-    source = payload["source"]
-    os.chdir(stage.folder)
-    for name, text in payload["files"].items():
-        os.makedirs(os.path.dirname(os.path.join(stage.folder, name)), exist_ok=True)
-        _write(os.path.join(stage.folder, name), text)
-    _write(stage.path, source)  # so that tracebacks show its lines
     sys.argv = [stage.path, *payload["argv"]]
     gc.enable()
     code = 0
     try:
-        exec(compile(source, stage.path, "exec", dont_inherit=True), stage.main.__dict__)
+        exec(compile(payload["source"], stage.path, "exec", dont_inherit=True), stage.main.__dict__)
     except SystemExit as leave:
         code = _exit_code(leave)
     except BaseException as error:  # noqa: BLE001 - the program's own fault, told on its own stderr
         error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
-        sys.excepthook(type(error), error, error.__traceback__)
         code = 1
+        try:
+            sys.excepthook(type(error), error, error.__traceback__)
+        except BaseException:  # noqa: BLE001 - its own hook failed; Python says so, too
+            os.write(2, b"Error in sys.excepthook\n")
     os._exit(_finish(code))
 
 

@@ -6,7 +6,7 @@
     /proc                                    of the run's own process namespace
     /work, also called /tmp                  private to one run, in memory, of limited size, gone with it
 
-Nothing else exists: no home folders, no run folder, no configuration of the machine. Caller: jail.zygote.
+Nothing else exists: no home folders, no run folder, no configuration of the machine. Callers: jail.zygote, jail.bubble.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import os
 from gyre.rewards.jail import kernel
 
 WORK = "/work"
+WORK_FILES = 4096  # files and folders in it
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/ld.so.cache", "/etc/localtime")
-_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _FIXED_FILES = {
     "/etc/passwd": "root:x:0:0::/work:/bin/sh\nprogram:x:1000:1000::/work:/bin/sh\n",
     "/etc/group": "root:x:0:\nprogram:x:1000:\n",
@@ -29,12 +30,12 @@ def build_root(folders: list[str]) -> None:
     kernel.mount(None, "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     visible = shown(folders)
     # The new root hides what lies under its mount point, so every source is opened before.
-    sources = {path: os.open(path, os.O_PATH) for path in [*visible, *_DEVICES, "/proc"] if not os.path.islink(path)}
+    sources = {path: os.open(path, os.O_PATH) for path in [*visible, *DEVICES, "/proc"] if not os.path.islink(path)}
     links = {path: os.readlink(path) for path in visible if os.path.islink(path)}
     root = "/tmp"
     kernel.mount("view", root, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755,size=1m")
     for path, fd in sources.items():
-        _show(fd, root + path, is_folder=os.path.isdir(f"/proc/self/fd/{fd}"), as_device=path in (*_DEVICES, "/proc"))
+        _show(fd, root + path, is_folder=os.path.isdir(f"/proc/self/fd/{fd}"), as_device=path in (*DEVICES, "/proc"))
         os.close(fd)
     for path, target in links.items():
         os.makedirs(os.path.dirname(root + path), exist_ok=True)
@@ -54,6 +55,18 @@ def build_root(folders: list[str]) -> None:
 def shown(folders: list[str]) -> list[str]:
     """Every path of this machine that programs see, parents before children."""
     return [path for path in _SYSTEM if os.path.exists(path)] + _outermost(folders)
+
+
+def stage(folders: list[str]) -> dict[str, str]:
+    """Bind folders under /tmp, where every user can reach them. Returns path → where it is bound. Needs a mount
+    namespace of its own."""
+    kernel.mount(None, "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
+    sources = [os.open(folder, os.O_PATH) for folder in folders]
+    kernel.mount("stage", "/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755,size=1m")
+    for place, fd in enumerate(sources):
+        _show(fd, f"/tmp/{place}", is_folder=True, as_device=False)
+        os.close(fd)
+    return {folder: f"/tmp/{place}" for place, folder in enumerate(folders)}
 
 
 def _outermost(folders: list[str]) -> list[str]:
@@ -76,12 +89,14 @@ def _show(fd: int, target: str, *, is_folder: bool, as_device: bool) -> None:
         kernel.restrict_mount(target, limits, recursive=True)
 
 
-def mount_proc() -> None:
-    """Show only the processes of the caller's process namespace."""
-    kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
+def mount_proc(*, read_only: bool) -> None:
+    """Show only the processes of the caller's process namespace. Read-only, the settings of the machine and of the
+    run's own namespaces cannot be written, whoever owns them."""
+    flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC | (kernel.MS_RDONLY if read_only else 0)
+    kernel.mount("proc", "/proc", "proc", flags)
 
 
 def mount_work_folder(size_bytes: int) -> None:
     """An empty folder to write in that dies with the mount namespace."""
-    options = f"mode=777,nr_inodes=4096,size={size_bytes}"
+    options = f"mode=777,nr_inodes={WORK_FILES},size={size_bytes}"
     kernel.mount("work", WORK, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)

@@ -2,7 +2,7 @@
 
 Kernel limits (jail.program) hold each process by itself; these sums hold them together. One zygote runs one program at
 a time, so in strong mode every process of the zygote's namespace but itself belongs to the run, and in weak mode every
-descendant does. Caller: jail.zygote.
+descendant does. Callers: jail.run, jail.zygote, rewards.worker.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import resource
 import signal
 import time
 from typing import Any
+
+from gyre.rewards.jail.meter import Meter
 
 PERIOD_S = 0.02  # a sum over a limit is seen this late at most
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -32,16 +34,16 @@ def members(*, whole_namespace: bool) -> list[int]:
     return sorted(family - {me})
 
 
-def excess(pids: list[int], limits: dict[str, Any], cpu_before_s: float) -> str | None:
+def excess(pids: list[int], limits: dict[str, Any], cpu_before_s: float, meter: Meter) -> str | None:
     """Name the limit that all processes of the run together are over."""
     if len(pids) > limits["processes"]:
         return "processes"
-    cpu_s, memory_bytes = children_cpu_s() - cpu_before_s, 0
+    cpu_s, memory_bytes = children_cpu_s() - cpu_before_s, meter.total(pids)
     for pid in pids:
         fields = _stat(pid)
         if fields is not None:
             cpu_s += sum(int(ticks) for ticks in fields[11:15]) / _TICKS
-            memory_bytes += _memory(pid)
+            memory_bytes += _memory(pid, without_shared=meter.counts_mappings)
     if memory_bytes > limits["memory_bytes"]:
         return "memory"
     return "cpu" if cpu_s > limits["cpu_s"] else None
@@ -76,13 +78,13 @@ def _stat(pid: int) -> list[str] | None:
         return None
 
 
-def _memory(pid: int) -> int:
-    """Bytes of a process, pages shared by n processes counted as 1/n each."""
+def _memory(pid: int, *, without_shared: bool) -> int:
+    """Bytes of a process, in memory and swapped out, pages shared by n processes counted as 1/n each."""
+    wanted = {"Pss:": 1, "SwapPss:": 1, "Pss_Shmem:": -1 if without_shared else 0}
     try:
         with open(f"/proc/{pid}/smaps_rollup") as file:
-            for line in file:
-                if line.startswith("Pss:"):
-                    return int(line.split()[1]) * 1024
+            lines = [line.split() for line in file]
+        return sum(wanted.get(words[0], 0) * int(words[1]) for words in lines if words[0].endswith(":")) * 1024
     except OSError:
         pass  # gone, or a process that hides its maps: the plain resident size, if any, stands in
     try:

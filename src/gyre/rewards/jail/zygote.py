@@ -11,11 +11,9 @@ argv: mode, socket number, path of bwrap, folders to show. Caller: rewards.execu
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import marshal
 import os
-import select
 import signal
 import socket
 import sys
@@ -23,7 +21,8 @@ import time
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from gyre.rewards.jail import bubble, kernel, program, view, watch
+from gyre.rewards.jail import bubble, folder, guard, kernel, meter, program, view, watch
+from gyre.rewards.jail.run import ClientGone, Run
 
 # Loaded once so that programs find them warm. Each extension library among them makes every fork a little slower.
 _WARM = ("bisect", "collections", "copy", "functools", "heapq", "itertools", "math", "random", "re", "string", "typing")
@@ -36,7 +35,7 @@ try:
 except Exception:
     pass
 """
-_NOBODY = 65534
+_NOBODY, _PAYLOAD_FD = 65534, 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +44,10 @@ class Jail:
 
     mode: str  # "strong", "bubblewrap" or "weak"
     bwrap: str  # path, for bubblewrap
-    folders: list[str]  # shown read-only beside the system
+    walls: list[str]  # bubblewrap: its options
     stage: program.Stage | None  # strong: put up once, in the zygote
-    call_filter: kernel.CallFilter | None  # strong and bubblewrap
+    call_filter: guard.CallFilter | None  # bubblewrap installs its own
+    buffer_sizes: tuple[int, int]  # of a socket and of a TCP connection
 
     @property
     def strong(self) -> bool:
@@ -63,18 +63,23 @@ def main(mode: str, socket_fd: int, bwrap: str, folders: list[str]) -> NoReturn:
         if mode != "bubblewrap":  # a bwrap with the setuid bit could not use it
             kernel.forbid_new_privileges()
         program.limit_for_all()
-        call_filter = None if mode == "weak" else kernel.CallFilter()
-        note = _enter_strong(folders) if mode == "strong" else _enter_plain(mode)
+        call_filter = guard.CallFilter()
+        buffer_sizes, walls = meter.buffer_sizes(), []
+        if mode == "bubblewrap":
+            walls, note = _enter_bubblewrap(folders)
+        else:
+            note = _enter_strong(folders) if mode == "strong" else _enter_weak()
     except OSError as error:
         client.send(marshal.dumps({"ok": False, "error": str(error)}))
         os._exit(1)
-    _warm_up()
+    if mode != "bubblewrap":
+        _warm_up()
     stage = None
     if mode == "strong":
         os.environ.update({"HOME": view.WORK, "TMPDIR": view.WORK})
         stage = program.Stage(view.WORK)
         stage.set_up()
-    jail = Jail(mode=mode, bwrap=bwrap, folders=folders, stage=stage, call_filter=call_filter)
+    jail = Jail(mode=mode, bwrap=bwrap, walls=walls, stage=stage, call_filter=call_filter, buffer_sizes=buffer_sizes)
     client.send(marshal.dumps({"ok": True, "note": note}))
     gc.collect()
     gc.disable()
@@ -92,10 +97,7 @@ def _enter_strong(folders: list[str]) -> str:
     if user == 0 and _try_mount_namespace():
         # Real root can show Python even where only root may read it, and then has no more use for being root.
         view.build_root(folders)
-        os.setgroups([])
-        os.setresgid(_NOBODY, _NOBODY, _NOBODY)
-        os.setresuid(_NOBODY, _NOBODY, _NOBODY)
-        kernel.stay_readable()
+        _become_nobody()
         kernel.unshare(kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | spaces)
         kernel.map_one_user(0, _NOBODY, _NOBODY)
     else:
@@ -108,7 +110,7 @@ def _enter_strong(folders: list[str]) -> str:
     if inner:
         os._exit(os.waitstatus_to_exitcode(os.waitpid(inner, 0)[1]) & 0xFF)
     kernel.die_with_parent(signal.SIGKILL)
-    view.mount_proc()
+    view.mount_proc(read_only=False)
     return note
 
 
@@ -121,11 +123,31 @@ def _try_mount_namespace() -> bool:
     return True
 
 
-def _enter_plain(mode: str) -> str:
-    """Weak and bubblewrap: be the one that inherits every orphan, so that none is missed."""
+def _become_nobody() -> None:
+    os.setgroups([])
+    os.setresgid(_NOBODY, _NOBODY, _NOBODY)
+    os.setresuid(_NOBODY, _NOBODY, _NOBODY)
+    kernel.stay_readable()
+
+
+def _enter_bubblewrap(folders: list[str]) -> tuple[list[str], str]:
+    """bwrap maps the program's user to ours, and the machine's settings ask for the user alone: never be root. Returns
+    bwrap's options and what is worth a note."""
     kernel.become_subreaper()
-    if mode == "bubblewrap":
-        return "each program starts a new Python"
+    as_root = os.geteuid() == 0
+    staged = as_root and _try_mount_namespace()
+    walls = bubble.options(folders, staged=staged)
+    if as_root:
+        _become_nobody()
+    hidden = [path for path in folders if not staged and not os.access(path, os.R_OK | os.X_OK)]
+    if hidden:
+        raise OSError(f"programs run as nobody, who may not read {hidden[0]}")
+    return walls, "each program starts a new Python"
+
+
+def _enter_weak() -> str:
+    """Be the one that inherits every orphan, so that none is missed."""
+    kernel.become_subreaper()
     return "programs run as root" if os.geteuid() == 0 else "programs run as the same user"
 
 
@@ -148,29 +170,50 @@ def _serve_one(client: socket.socket, jail: Jail) -> bool:
     limits = marshal.loads(message)
     if jail.mode == "bubblewrap":
         limits["processes"] += bubble.OWN_PROCESSES
+    # A weak run's folder, where the program itself and the files that it comes with take whole blocks.
+    limits["disk_bytes"] = limits["file_bytes"] + os.fstat(files[0]).st_size + (64 << 10)
     started_s, cpu_before_s = time.monotonic(), watch.children_cpu_s()
-    stage = jail.stage or program.Stage(_make_folder() if jail.mode == "weak" else view.WORK)
-    child = _fork(limits, files, stage, jail)
-    for fd in files:
+    stage = jail.stage or program.Stage(folder.make() if jail.mode == "weak" else view.WORK)
+    status, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    child = _fork(limits, files, theirs, stage, jail)
+    for fd in (*files, theirs.detach()):
         os.close(fd)
-    reason = _wait(client, child, started_s + limits["wall_s"], limits, cpu_before_s, strong=jail.strong)
-    _, status = os.waitpid(child, 0)
+    run = Run(
+        child, status, limits, mode=jail.mode, work_folder=stage.folder, buffer_sizes=jail.buffer_sizes,
+        cpu_before_s=cpu_before_s,
+    )  # fmt: skip
+    try:
+        reason = run.wait(client, started_s)
+    except ClientGone:
+        _kill_and_leave(child, stage, jail)
+    _, code = os.waitpid(child, 0)
     if not jail.strong:
         watch.end_descendants()
+    run.close()
+    error = run.error or ("" if run.started or reason else "it ended before the program started")
     if jail.mode == "weak":
-        _remove(stage.folder)
-    code = os.waitstatus_to_exitcode(status)
+        try:
+            if folder.remove(stage.folder) > limits["disk_bytes"]:
+                reason = reason or "files"
+        except OSError as left:
+            error = f"the work folder {stage.folder} could not be removed: {left}"
+    code = os.waitstatus_to_exitcode(code)
     ended = {
         "code": bubble.exit_code(code) if jail.mode == "bubblewrap" else code,
         "reason": reason,
+        "error": error,
+        "refused": run.refused,
         "cpu_s": watch.children_cpu_s() - cpu_before_s,
         "wall_s": time.monotonic() - started_s,
     }
-    client.send(marshal.dumps(ended))
+    try:
+        client.send(marshal.dumps(ended))
+    except BrokenPipeError:  # the client went while this run was cleared away
+        return False
     return True
 
 
-def _fork(limits: dict[str, Any], files: list[int], stage: program.Stage, jail: Jail) -> int:
+def _fork(limits: dict[str, Any], files: list[int], status: socket.socket, stage: program.Stage, jail: Jail) -> int:
     """Fork the program's process; in strong mode as process 1 of a new namespace, so that all dies with it."""
     own = -1
     if jail.strong:
@@ -178,108 +221,64 @@ def _fork(limits: dict[str, Any], files: list[int], stage: program.Stage, jail: 
         kernel.unshare(kernel.CLONE_NEWPID)  # for the next child, not for us
     pid = os.fork()
     if pid == 0:
-        _become_program(limits, files, stage, jail)
+        _become_program(limits, files, status, stage, jail)
     if jail.strong:
         kernel.setns(own, kernel.CLONE_NEWPID)
         os.close(own)
     return pid
 
 
-def _become_program(limits: dict[str, Any], files: list[int], stage: program.Stage, jail: Jail) -> NoReturn:
-    """Lock in, then run. What fails before the program starts is told on stderr, with exit code 125."""
+def _become_program(
+    limits: dict[str, Any], files: list[int], status: socket.socket, stage: program.Stage, jail: Jail
+) -> NoReturn:
+    """Lock in, then run. What fails before the program starts is told on the channel, which the program never has."""
     try:
-        payload_fd = _arrange(files)
+        status = _arrange(files, status)
         os.setsid()
+        if jail.mode == "bubblewrap":
+            os.execv(jail.bwrap, bubble.command(jail.walls, limits))
+        assert jail.call_filter is not None
         if jail.mode == "strong":
-            assert jail.call_filter is not None
             kernel.unshare(kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS)
-            view.mount_proc()
+            own_folder = os.open("/proc/self", os.O_PATH)
+            view.mount_proc(read_only=True)
             view.mount_work_folder(limits["file_bytes"])
-            program.lock_in(limits, jail.call_filter)
-        elif jail.mode == "bubblewrap":
-            assert jail.call_filter is not None
-            jail.call_filter.open_at(4)
-            os.set_inheritable(payload_fd, True)
-            os.execv(jail.bwrap, bubble.command(limits, jail.folders))
+            program.lock_in(limits, own_folder)
+            sockstat = os.open("/proc/self/net/sockstat", os.O_RDONLY)
+            payload = program.prepare(_PAYLOAD_FD, stage)
+            program.announce(status, jail.call_filter, sockstat=sockstat)
         else:
             kernel.die_with_parent(signal.SIGKILL)
             stage.set_up()
             os.environ.update({"HOME": stage.folder, "TMPDIR": stage.folder})
             program.limit(limits, processes=_processes_of_user() + limits["processes"])
-        program.run(program.read_payload(payload_fd), stage)
+            payload = program.prepare(_PAYLOAD_FD, stage)
+            program.announce(status, jail.call_filter)
+        program.run(payload, stage)
     except BaseException as error:  # noqa: BLE001 - a fork must never return into the zygote's loop
-        os.write(2, f"the sandbox could not start the program: {error!r}\n".encode())
+        status.send(repr(error).encode()[:4000])
     finally:
         os._exit(125)
 
 
-def _arrange(files: list[int]) -> int:
-    """Put stdin, stdout and stderr in their places and the payload at 3; close all else."""
-    payload, stdin, stdout, stderr = (os.dup2(fd, 100 + place) for place, fd in enumerate(files))
-    os.dup2(stdin, 0)
-    os.dup2(stdout, 1)
-    os.dup2(stderr, 2)
-    os.dup2(payload, 3, inheritable=False)
-    os.closerange(4, program.OPEN_FILES)
-    return 3
+def _arrange(files: list[int], status: socket.socket) -> socket.socket:
+    """Put stdin, stdout and stderr in their places, the payload at 3 and the channel at 4; close all else."""
+    payload, stdin, stdout, stderr, channel = (
+        os.dup2(fd, 100 + place) for place, fd in enumerate((*files, status.detach()))
+    )
+    for place, fd in enumerate((stdin, stdout, stderr, payload, channel)):
+        os.dup2(fd, place)  # inheritable, for bwrap
+    os.closerange(5, program.OPEN_FILES)
+    return socket.socket(fileno=4)
 
 
-def _wait(
-    client: socket.socket, child: int, deadline_s: float, limits: dict[str, Any], cpu_before_s: float, *, strong: bool
-) -> str | None:
-    """Wait until the program has ended, ending it when it must. Returns why we ended it."""
-    ended = os.pidfd_open(child)
-    poll = select.poll()
-    poll.register(ended, select.POLLIN)
-    poll.register(client.fileno(), select.POLLIN)
-    reason = None
-    try:
-        while True:
-            left_s = deadline_s - time.monotonic()
-            ready = {fd for fd, _ in poll.poll(max(min(left_s, watch.PERIOD_S), 0.001) * 1000)}
-            if ended in ready:
-                return reason
-            if client.fileno() in ready:
-                wish = client.recv(64)
-                if not wish:  # the client has gone
-                    _kill_and_leave(child, strong=strong)
-                reason = wish.decode()
-            elif left_s <= 0.0:
-                reason = "timeout"
-            else:
-                reason = watch.excess(watch.members(whole_namespace=strong), limits, cpu_before_s)
-            if reason is not None:
-                os.kill(child, signal.SIGKILL)  # in strong mode the whole namespace goes with it
-                select.select([ended], [], [])
-                return reason
-    finally:
-        os.close(ended)
-
-
-def _kill_and_leave(child: int, *, strong: bool) -> NoReturn:
+def _kill_and_leave(child: int, stage: program.Stage, jail: Jail) -> NoReturn:
     os.kill(child, signal.SIGKILL)
-    if not strong:
+    if not jail.strong:
         watch.end_descendants()
+    if jail.mode == "weak":
+        folder.remove(stage.folder)
     os._exit(0)
-
-
-def _make_folder() -> str:
-    """A work folder on disk, of one weak run alone."""
-    folder = f"/tmp/gyre-program-{os.urandom(8).hex()}"
-    os.mkdir(folder, 0o700)
-    return folder
-
-
-def _remove(folder: str) -> None:
-    """Remove a weak run's folder with what the program left in it."""
-    for path, folders, files in os.walk(folder, topdown=False):
-        for name in files:
-            os.unlink(os.path.join(path, name))
-        for name in folders:
-            full = os.path.join(path, name)
-            os.unlink(full) if os.path.islink(full) else os.rmdir(full)
-    with contextlib.suppress(FileNotFoundError):
-        os.rmdir(folder)
 
 
 def _processes_of_user() -> int:
