@@ -13,6 +13,7 @@ import pytest
 from rewards_cases import Events, rollout
 
 from gyre.core.errors import DeadlineError
+from gyre.observe.events import is_counted
 from gyre.rewards.config import RewardsConfig
 from gyre.rewards.score import RuleScorer
 
@@ -273,3 +274,13 @@ def test_workers_that_cannot_start_end_the_call_with_the_reason(monkeypatch, tmp
     with pytest.raises(DeadlineError, match="did not start in 6 tries; the last one ended with exit code 1"):
         asyncio.run(go())
     assert set(events.kinds()) == {"reward.nursery_replaced"}
+
+
+def test_refused_system_calls_are_an_event_that_the_report_counts():
+    program = "```python\nimport socket\ntry:\n    socket.socket(40, 1)\nexcept OSError:\n    print(7)\n```"
+    rollouts = [rollout(0, program, {"tests": [{"stdin": "", "stdout": "7\n"}]})]
+    scores, events = _score([{"kind": "code"}], rollouts)
+    assert scores[0].value == 1.0
+    (told,) = [fields for kind, fields in events if kind == "sandbox.call_refused"]
+    assert told["calls"] == {"socket(family 40, protocol 0)": 1} and told["part"] == "code"
+    assert is_counted({"kind": "sandbox.call_refused"})

@@ -29,9 +29,9 @@ from gyre.rewards.sandbox import Limits, Mode, Program, ProgramResult, classify
 Wish = Literal["strong", "weak", "auto"]
 
 _ISOLATION = {
-    "strong": "namespaces: no network, own read-only file system, own processes, no capabilities, call filter",
-    "bubblewrap": "bubblewrap: no network, own read-only file system, own processes, no capabilities, call filter",
-    "weak": "weak: limits and process groups only; network, files and user are shared with this machine",
+    "strong": "namespaces: no network, own read-only file system, own processes, no capabilities, listed system calls only",
+    "bubblewrap": "bubblewrap: no network, own read-only file system, own processes, no capabilities, listed system calls only",
+    "weak": "weak: limits and listed system calls only; network, files and user are shared with this machine",
 }
 _START_S = 20.0  # until a zygote has answered
 _SLACK_S = 20.0  # beyond the wall limit, until a zygote that does not answer is replaced; weak mode clears a disk

@@ -2,17 +2,25 @@
 
 What is isolated, by mode (the chosen one is in `Sandbox.isolation` and in the event `sandbox.started`):
 
-    strong      own user, mount, process, network, IPC and host-name namespaces per program. It sees the system and
-                Python read-only, an empty work folder in memory and its own processes; no network at all, no home,
-                no run folder. No capabilities, no new privileges, a system call filter. It is process 1 of its
-                namespace: all that it starts dies with it, and signals to itself have no effect.
+    strong      own user, mount, process, network, IPC and host-name namespaces per program. It sees the system, Python
+                and /proc read-only, an empty work folder in memory and its own processes; no network at all, no home,
+                no run folder. No capabilities, no new privileges. It is process 1 of its namespace: all that it starts
+                dies with it, and signals to itself have no effect. Started by root, it is nobody.
     bubblewrap  the same walls put up by `bwrap`, where only that may make namespaces. Slower: a new Python each time.
     weak        kernel limits, a work folder that is removed, a scrubbed environment, every descendant killed. NO
                 network isolation, NO file system isolation, same user as Gyre, whose processes it could signal.
 
-In all modes: a fresh process per program, CPU, wall, memory, process, output and file limits. CPU and memory are
-limited per process by the kernel and in sum by a watcher that looks every 20 ms; between two looks memory can pass the
-limit by what 20 ms of writing allow. Not protected against: bugs of the kernel, timing side channels.
+In all modes: a fresh process per program; CPU, wall, memory, process, output and file limits; an allow-list of system
+calls (jail.calls). Other calls answer ENOSYS and are named in `ProgramResult.refused_calls`: sockets of families other
+than UNIX and INET, larger socket buffers and pipes, System V and POSIX queues, memfd, namespaces, mounts, tracing.
+
+CPU and memory are limited per process by the kernel and in sum by a watcher that looks every 20 ms; between two looks
+memory can pass the limit by what 20 ms of writing allow. Memory is that of the processes and the kernel memory that
+jail.meter counts: sockets (in weak mode they are not counted), shared mappings, file locks, watched files. Not counted,
+but bounded by the limits on files and processes: pipes (64 MiB for a user), tables of pages and mappings (16 MiB for a
+process). Where the kernel lends no listener (before Linux 5.0, or under another one), refused calls are not named, and
+shared mappings and watched files not counted. No memory cgroup is made.
+Not protected against: bugs of the kernel, timing side channels.
 Callers: rewards.code, rewards.executors, users' own code through `wire`.
 """
 

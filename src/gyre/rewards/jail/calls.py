@@ -108,6 +108,7 @@ REFUSED = {
 }
 # fmt: on
 _COLUMNS = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of the tables, audit number
+MACHINES = tuple(_COLUMNS)
 
 _FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6
 _PROTOCOLS = (0, 1, 6, 17)  # default, ICMP (or AF_UNIX's own), TCP, UDP

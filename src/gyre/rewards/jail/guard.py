@@ -10,6 +10,7 @@ import ctypes
 import errno
 import fcntl
 import functools
+import os
 import platform
 import struct
 from collections import Counter
@@ -19,6 +20,11 @@ from gyre.rewards.jail.meter import Meter
 
 _RECEIVE, _SEND, _GO_ON = 0xC0502100, 0xC0182101, 1
 _MOST_NAMES = 32  # kinds of refused calls that are told apart per run
+
+
+def available() -> bool:
+    """Whether this machine can filter calls: its kernel has seccomp, and jail.calls knows its numbers."""
+    return platform.machine() in calls.MACHINES and os.path.exists("/proc/sys/kernel/seccomp")
 
 
 class CallFilter:

@@ -95,10 +95,10 @@ def lock_in(limits: dict[str, Any], own_folder: int) -> None:
     kernel.drop_capabilities()
 
 
-def announce(status: socket.socket, call_filter: guard.CallFilter, **files: int) -> None:
-    """Install the filter, say that the program starts now, and pass on what the zygote watches it by. `files` by name;
+def announce(status: socket.socket, call_filter: guard.CallFilter | None, **files: int) -> None:
+    """Install the filter, if any, say that the program starts now, and pass on what the zygote watches it by. `files` by name;
     all are closed here, so that nothing of ours is open in the program."""
-    listener = call_filter.install()
+    listener = call_filter.install() if call_filter is not None else -1
     if listener >= 0:
         files["listener"] = listener
     socket.send_fds(status, [" ".join(["started", *files]).encode()], list(files.values()))

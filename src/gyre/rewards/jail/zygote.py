@@ -46,7 +46,7 @@ class Jail:
     bwrap: str  # path, for bubblewrap
     walls: list[str]  # bubblewrap: its options
     stage: program.Stage | None  # strong: put up once, in the zygote
-    call_filter: guard.CallFilter | None  # bubblewrap installs its own
+    call_filter: guard.CallFilter | None  # weak: None where the machine has none; bubblewrap installs its own
     buffer_sizes: tuple[int, int]  # of a socket and of a TCP connection
 
     @property
@@ -63,7 +63,7 @@ def main(mode: str, socket_fd: int, bwrap: str, folders: list[str]) -> NoReturn:
         if mode != "bubblewrap":  # a bwrap with the setuid bit could not use it
             kernel.forbid_new_privileges()
         program.limit_for_all()
-        call_filter = guard.CallFilter()
+        call_filter = guard.CallFilter() if mode != "weak" or guard.available() else None
         buffer_sizes, walls = meter.buffer_sizes(), []
         if mode == "bubblewrap":
             walls, note = _enter_bubblewrap(folders)
@@ -148,7 +148,8 @@ def _enter_bubblewrap(folders: list[str]) -> tuple[list[str], str]:
 def _enter_weak() -> str:
     """Be the one that inherits every orphan, so that none is missed."""
     kernel.become_subreaper()
-    return "programs run as root" if os.geteuid() == 0 else "programs run as the same user"
+    user = "programs run as root" if os.geteuid() == 0 else "programs run as the same user"
+    return user if guard.available() else f"{user}; system calls are not filtered, System V objects may stay"
 
 
 def _warm_up() -> None:
@@ -237,7 +238,6 @@ def _become_program(
         os.setsid()
         if jail.mode == "bubblewrap":
             os.execv(jail.bwrap, bubble.command(jail.walls, limits))
-        assert jail.call_filter is not None
         if jail.mode == "strong":
             kernel.unshare(kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS)
             own_folder = os.open("/proc/self", os.O_PATH)
