@@ -45,7 +45,7 @@ def score(parts: list[dict], texts: list[str], *, deadline_s: float = 60.0, work
         config = RewardsConfig.model_validate({"parts": parts, "workers": workers})
         scorer = RuleScorer(config, emit=Events().emit, clock=time.monotonic)
         try:
-            rollouts = [rollout(n, text, {"answer": "5"}) for n, text in enumerate(texts)]
+            rollouts = [rollout(n, text, {"answer": "5 + x"}) for n, text in enumerate(texts)]
             return list(await scorer.score(rollouts, deadline_s=deadline_s))
         finally:
             await scorer.close()
@@ -60,7 +60,7 @@ def test_an_answer_that_hangs_the_matcher_gains_nothing() -> None:
         for number, values in enumerate(cases)
         for weight in (1.0, -0.5)
     ]
-    texts = ["<answer>71</answer>", "nothing", "<answer>5</answer>", TOWER]
+    texts = ["<answer>71</answer>", "nothing", "<answer>5 + x</answer>", TOWER]
     *others, tower = score([*parts, {"kind": "format"}], texts, workers=3)
     for place in range(len(parts)):
         failed = tower.parts[place]
