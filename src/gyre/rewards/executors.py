@@ -29,8 +29,8 @@ from gyre.rewards.sandbox import Limits, Mode, Program, ProgramResult, classify
 Wish = Literal["strong", "weak", "auto"]
 
 _ISOLATION = {
-    "strong": "namespaces: no network, own read-only file system, own processes, no capabilities, listed system calls only",
-    "bubblewrap": "bubblewrap: no network, own read-only file system, own processes, no capabilities, listed system calls only",
+    "strong": "namespaces: no network, own read-only file system, own processes, no capabilities, listed calls",
+    "bubblewrap": "bubblewrap: no network, own read-only file system, own processes, no capabilities, listed calls",
     "weak": "weak: limits and listed system calls only; network, files and user are shared with this machine",
 }
 _START_S = 20.0  # until a zygote has answered

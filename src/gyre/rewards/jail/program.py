@@ -59,13 +59,15 @@ def _buffer(fd: int, mode: str) -> Any:
 def limit_for_all() -> None:
     """Limits that are the same for every program; the zygote takes them too."""
     for which, most in (
-        (resource.RLIMIT_NOFILE, OPEN_FILES),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
         (resource.RLIMIT_MEMLOCK, 0),
         (_RLIMIT_SIGPENDING, _QUEUED_SIGNALS),
     ):
         _limit(which, most, most)
+
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(OPEN_FILES, hard), hard))  # `announce` lowers the other one
 
 
 def limit(limits: dict[str, Any], *, processes: int) -> None:
@@ -96,12 +98,19 @@ def lock_in(limits: dict[str, Any], own_folder: int) -> None:
 
 
 def announce(status: socket.socket, call_filter: guard.CallFilter | None, **files: int) -> None:
-    """Install the filter, if any, say that the program starts now, and pass on what the zygote watches it by. `files` by name;
-    all are closed here, so that nothing of ours is open in the program."""
+    """Install the filter, if any, say that the program starts now, and pass on what the zygote watches it by.
+
+    `files` by name; all are closed here, so that nothing of ours is open in the program.
+    """
     listener = call_filter.install() if call_filter is not None else -1
     if listener >= 0:
         files["listener"] = listener
+    # Files on their way are counted for all programs of a user together and held against the sender's own limit. With
+    # the full one here, programs, which have less, cannot use up what this needs.
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     socket.send_fds(status, [" ".join(["started", *files]).encode()], list(files.values()))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(OPEN_FILES, hard), min(OPEN_FILES, hard)))
     for fd in (*files.values(), status.detach()):
         os.close(fd)
 
