@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -35,6 +35,7 @@ class InFlight:
     rollouts: dict[int, Rollout]  # done, by sample number
     scores: dict[int, Score]  # of those
     partials: dict[int, Partial]  # begun, by sample number
+    begun_tokens: dict[int, int] = field(default_factory=dict)  # of each when the step in flight began
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,13 +63,17 @@ def open_groups(prompts: Sequence[Prompt], *, run_seed: int, step: int) -> list[
 
 
 def requests_for(group: InFlight, sampling: Sampling, *, cap: int, tenant_salt: str = "") -> list[Asked]:
-    """What to ask for: without a cap, a whole group in one request, whose completions share the prompt's work.
+    """What to ask for: without a cap, a whole group in one request, whose completions share the prompt's work. What a
+    step that was broken off has left of it goes along, so that all draws are those of the first request.
 
     `cap` bounds the tokens that a completion may take in this step (0 does not). With it each completion is a request
     of its own from the start, so that its draws are the same however often it is set aside. Requests of one
     `tenant_salt` share cached beginnings.
     """
-    if not cap and not group.rollouts and not group.partials:
+    if not cap:
+        if len(group.rollouts) == sampling.n:
+            return []
+        done = (_beginning(i, rollout) for i, rollout in group.rollouts.items())
         request = Request(
             request_id=group.group_id,
             tokens=group.prompt.tokens,
@@ -76,15 +81,42 @@ def requests_for(group: InFlight, sampling: Sampling, *, cap: int, tenant_salt: 
             seed=group.seed,
             chunk_tokens=0,
             tenant_salt=tenant_salt,
+            partials=tuple(sorted((*done, *group.partials.values()), key=lambda partial: partial.index)),
         )
         return [Asked(group=group, request=request, samples=tuple(range(sampling.n)))]
     open_samples = [sample for sample in range(sampling.n) if sample not in group.rollouts]
     return [_ask_one(group, sample, sampling, cap, tenant_salt) for sample in open_samples]
 
 
+def begin_step(group: InFlight, size: int) -> None:
+    """Note how far each open completion is, unless the step goes on after it was broken off: then that is known."""
+    if not group.begun_tokens:
+        begun = {sample: len(partial.tokens) for sample, partial in group.partials.items()}
+        group.begun_tokens = {sample: begun.get(sample, 0) for sample in range(size)}
+
+
+def end_step(groups: Sequence[InFlight]) -> None:
+    """The step is over for those that are carried to the next one."""
+    for group in groups:
+        group.begun_tokens = {}
+
+
+def _beginning(sample: int, rollout: Rollout) -> Partial:
+    """A finished completion as the engine takes it: it is answered at once."""
+    mask = rollout.sampled
+    return Partial(
+        index=sample,
+        tokens=rollout.tokens[mask],
+        logprobs=rollout.logprobs[mask],
+        raw_logprobs=rollout.raw_logprobs[mask],
+        versions=rollout.versions[mask],
+        support=rollout.support,
+    )
+
+
 def _ask_one(group: InFlight, sample: int, sampling: Sampling, cap: int, tenant_salt: str) -> Asked:
     begun = group.partials.get(sample)
-    taken = 0 if begun is None else len(begun.tokens)
+    taken = group.begun_tokens.get(sample, 0 if begun is None else len(begun.tokens))
     request = Request(
         request_id=f"{group.group_id}.{sample}",
         tokens=group.prompt.tokens,
@@ -123,18 +155,24 @@ class Collector:
             )
         self._engine, self._scoring, self._text, self._emit = engine, scoring, text, emit
         self._sampling, self._cap, self._deadline_s = sampling, cap, deadline_s
+        self._breaking = False  # completions that end as interrupted are kept as they are
 
     async def run(self, groups: Sequence[InFlight]) -> None:
         """Fill the groups: wait until each completion has ended or used up its share of this step.
 
         However it ends, no task and no request of it is left. DeadlineError names the requests that had not ended.
+        Cancelled, it leaves in the groups what each completion had, and another run goes on from there.
         """
+        for rollout in (r for group in groups for i, r in group.rollouts.items() if i not in group.scores):
+            self._scoring.offer(rollout)  # of a step that was broken off
         sampling, cap, salt = self._sampling, self._cap, self._tenant_salt
+        for group in groups:
+            begin_step(group, self._sampling.n)
         asked = [one for group in groups for one in requests_for(group, sampling, cap=cap, tenant_salt=salt)]
         streams = [self._engine.submit(one.request) for one in asked]  # no await between: they enter together
         tasks = [asyncio.create_task(self._listen(one, s)) for one, s in zip(asked, streams, strict=True)]
         try:
-            _, waiting = await asyncio.wait(tasks, timeout=self._deadline_s, return_when=asyncio.FIRST_EXCEPTION)
+            waiting = await self._wait(tasks)
             for task in tasks:
                 if task.done():
                     task.result()
@@ -145,10 +183,34 @@ class Collector:
                     f"({', '.join(late[:5])}{', …' if len(late) > 5 else ''}); owner: loop.collect",
                     hint="raise rollout.deadline_s, or lower rollout.max_tokens",
                 )
+        except asyncio.CancelledError:
+            await self._break_off(tasks)
+            raise
         finally:
             await self._leave_none(tasks)
         for group in groups:
             assert len(group.rollouts) + len(group.partials) == self._sampling.n, f"{group.group_id} lost a completion"
+
+    async def _wait(self, tasks: Sequence[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
+        """Those that had not ended by the deadline, or when another one failed."""
+        if not tasks:  # all that a step which was broken off had to wait for was scores
+            return set()
+        _, waiting = await asyncio.wait(tasks, timeout=self._deadline_s, return_when=asyncio.FIRST_EXCEPTION)
+        return waiting
+
+    async def _break_off(self, tasks: Sequence[asyncio.Task[None]]) -> None:
+        """Ask the engine for what completions have so far; the listeners put it into the groups. What cannot be had in
+        time is told, and sampled again from where the step before left it."""
+        self._breaking = True
+        running = [task for task in tasks if not task.done()]
+        if not running:
+            return
+        try:
+            await self._engine.interrupt(deadline_s=STOP_S)
+        except DeadlineError as error:
+            self._emit("warn.engine_not_stopped", requests=len(running), error=error.message)
+            return
+        await asyncio.wait(running, timeout=STOP_S)
 
     async def _leave_none(self, tasks: Sequence[asyncio.Task[None]]) -> None:
         """After a failure or Ctrl-C: end the listeners and whatever the engine still does for them."""
@@ -171,6 +233,13 @@ class Collector:
 
     def _finish(self, asked: Asked, index: int, chunks: list[TokenChunk]) -> None:
         last, group, sample = chunks[-1], asked.group, asked.samples[index]
+        if sample in group.rollouts:  # it went along with its group
+            return
+        if last.finish == "interrupted" and self._breaking:
+            begun = as_partial(sample, [*([group.partials[sample]] if sample in group.partials else []), *chunks])
+            if len(begun.tokens):
+                group.partials[sample] = begun
+            return
         if last.finish not in ("stop", "length"):
             raise _no_answer(asked.request.request_id, last, self._length_key)
         before = group.partials.pop(sample, None)

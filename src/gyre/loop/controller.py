@@ -14,15 +14,17 @@ One step runs at a time, and each phase waits for the one before it: nothing is 
   Collector.run   waits for the engine's last chunk         woken by the engine's pump    rollout.deadline_s
   Scoring.finish  waits for the scorer's last answer        woken by reward workers       rollout.reward_deadline_s
   trainer.step    waits for the compute thread              woken by it                   none: it is our own work
-A failure or Ctrl-C anywhere leaves no task and no request behind; the run goes on from its newest snapshot.
+A stop ends the step in flight, or breaks it off at `run.stop_deadline_s`; `loop.schedule` saves what there is.
+A failure anywhere leaves no task and no request behind; the run goes on from its newest snapshot.
 Caller: wire.stage.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Executor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -38,13 +40,15 @@ from gyre.loop.assemble import (
     failed_parts,
     reward_metrics,
 )
-from gyre.loop.collect import Collector, InFlight, as_group, keep_scores, open_groups, split_whole
+from gyre.loop.collect import Collector, InFlight, as_group, end_step, keep_scores, open_groups, split_whole
 from gyre.loop.config import EvalConfig, RolloutConfig
 from gyre.loop.evaluate import Rollouts
 from gyre.loop.handover import Handover
 from gyre.loop.ports import Parts, StageSpec
-from gyre.loop.resume import Progress, is_due, note_outcome, to_snapshot
+from gyre.loop.resume import Progress, note_outcome, to_snapshot
+from gyre.loop.schedule import Rhythm, Turn, run_steps
 from gyre.loop.scoring import Scoring
+from gyre.loop.stopping import StepUnfinished
 from gyre.objectives.config import needs_critic, needs_reference
 from gyre.observe.samples import sample_row
 
@@ -80,6 +84,8 @@ class Ring:
         self._engine, self._scorer = parts.engine, parts.scorer
         self._emit = parts.observers.events.emit
         self._phase = parts.observers.spans.phase
+        self._open: Sequence[InFlight] = ()  # groups of the step in flight, until they are trained on
+        self._train_s = 0.0  # that the newest update took: it is not begun when a stop leaves less
         self._handover = Handover(
             parts.trainer, parts.lifecycle, compute=compute, emit=self._emit, restart_engine=config.restart_engine
         )
@@ -95,42 +101,51 @@ class Ring:
         )
 
     async def run(self, progress: Progress) -> Progress:
-        """Go on from `progress` to the end of the stage."""
+        """Go on from `progress` to the end of the stage, or to where a stop ends it."""
         if progress.source is not None:
             self._parts.source.restore(progress.source)
         await self._publish(progress.step)
-        if not progress.evals:
-            progress = await self._evaluate(progress, "before")
-        while progress.step < self._stage.steps:
-            progress = await self._step(progress)
-            last = progress.step == self._stage.steps
-            if last or is_due(progress.step, self._config.evaluation.every_steps):
-                progress = await self._evaluate(progress, "after")
-            if last or is_due(progress.step, self._config.snapshot_every_steps):
-                await self._snapshot(replace(progress, done=last))
-        return replace(progress, done=True)
+        turn = Turn(
+            step=self._step, evaluate=self._evaluate, save=self._snapshot, keep_unfinished=self._keep_unfinished
+        )
+        rhythm = Rhythm(
+            steps=self._stage.steps,
+            eval_every_steps=self._config.evaluation.every_steps,
+            snapshot_every_steps=self._config.snapshot_every_steps,
+        )
+        return await run_steps(progress, turn, rhythm, self._parts.stop)
 
     async def _step(self, progress: Progress) -> Progress:
         step, started_s = progress.step + 1, time.monotonic()
         collected = await self._collect(progress, step)
+        if self._parts.stop.remaining_s() < self._train_s:
+            raise StepUnfinished
         assembled = assemble(self._stage.objective, collected.groups, collected.passes, step=step)
         self._count(assembled, collected, step)
+        self._open = ()  # an update cannot be broken off
         await self._enter("train", step)
+        train_from_s = time.monotonic()
         with self._phase("train", step=step):
             report = await self._parts.trainer.step(assembled.batch)
+        self._train_s = time.monotonic() - train_from_s
         await self._publish(step)
         self._report(step, report, collected, assembled, time.monotonic() - started_s)
         self._keep_samples(step, collected.groups)
+        end_step(collected.in_flight)
         return replace(progress, step=step, source=self._parts.source.state(), in_flight=collected.in_flight)
 
     async def _collect(self, progress: Progress, step: int) -> Collected:
         """Phases rollout and score."""
-        config, groups = self._config.rollout, self._begin(progress, step)
-        async with Scoring(self._scorer, deadline_s=config.reward_deadline_s) as scoring:
+        config, groups, stop = self._config.rollout, self._begin(progress, step), self._parts.stop
+        self._open = groups
+        async with (
+            Scoring(self._scorer, deadline_s=config.reward_deadline_s) as scoring,
+            self._keeping(groups, scoring),
+        ):
             await self._enter("rollout", step)
             rollout_from_s = time.monotonic()
             with self._phase("rollout", step=step):
-                await self._collector(scoring).run(groups)
+                await stop.within(self._collector(scoring).run(groups))
             rollout_to_s = time.monotonic()
             whole, in_flight = split_whole(groups, config.completions_per_prompt)
             await self._handover.leave_rollout(step=step)
@@ -138,12 +153,29 @@ class Ring:
             with self._phase("score", step=step):
                 passes, learnt = await self._passes(whole, step)
                 score_to_s = time.monotonic()
-                keep_scores(groups, await scoring.finish())
+                keep_scores(groups, await stop.within(scoring.finish()))
             windows = scoring.account(rollout=(rollout_from_s, rollout_to_s), reference=(rollout_to_s, score_to_s))
         done = [as_group(group) for group in whole]
         if learnt is not None and self._config.reward_model is not None:
             done = add_part(done, *self._config.reward_model, learnt)
         return Collected(groups=done, in_flight=in_flight, passes=passes, windows=windows)
+
+    @asynccontextmanager
+    async def _keeping(self, groups: Sequence[InFlight], scoring: Scoring) -> AsyncIterator[None]:
+        """Keep what a step that is broken off has, with the scores that have come."""
+        try:
+            yield
+        except StepUnfinished:
+            keep_scores(groups, scoring.so_far())
+            raise
+
+    def _keep_unfinished(self, progress: Progress) -> Progress:
+        """The run goes on with these groups; before they were begun, or in an evaluation, there are no new ones."""
+        if not self._open:
+            return progress
+        tokens = sum(len(partial.tokens) for group in self._open for partial in group.partials.values())
+        self._emit("step.broken_off", step=progress.step + 1, groups=len(self._open), partial_tokens=tokens)
+        return replace(progress, source=self._parts.source.state(), in_flight=self._open)
 
     def _begin(self, progress: Progress, step: int) -> list[InFlight]:
         """What was in flight goes on first; new prompts fill up the rest."""
@@ -192,7 +224,7 @@ class Ring:
             return progress
         await self._enter("evaluate", progress.step)
         with self._phase("evaluate", step=progress.step):
-            outcome = await self._evaluator.run(self._parts.eval_prompts)
+            outcome = await self._parts.stop.within(self._evaluator.run(self._parts.eval_prompts))
         return note_outcome(progress, outcome, when, self._emit)
 
     async def _snapshot(self, progress: Progress) -> None:
