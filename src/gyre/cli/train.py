@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from gyre.cli.answer import say_stopped
 from gyre.cli.loading import loading
 from gyre.core.errors import ConfigError
 from gyre.wire.order import read_order
@@ -41,7 +43,8 @@ def run_train(
     with loading():
         from gyre.wire.commands import train
 
-    result = train(config, overrides, resume=resume, stage=stage, plain=plain)
+    say = partial(say_stopped, as_json=quiet)
+    result = train(config, overrides, resume=resume, stage=stage, plain=plain, say_stopped=say)
     goal = result.get("goal")
     if goal is not None and not quiet:
         print(goal["verdict"], file=sys.stderr)

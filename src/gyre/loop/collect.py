@@ -35,7 +35,7 @@ class InFlight:
     rollouts: dict[int, Rollout]  # done, by sample number
     scores: dict[int, Score]  # of those
     partials: dict[int, Partial]  # begun, by sample number
-    begun_tokens: dict[int, int] = field(default_factory=dict)  # of each when the step in flight began
+    begun_tokens: dict[int, int] = field(default_factory=dict)  # of each when its step began, if that was broken off
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,17 +88,10 @@ def requests_for(group: InFlight, sampling: Sampling, *, cap: int, tenant_salt: 
     return [_ask_one(group, sample, sampling, cap, tenant_salt) for sample in open_samples]
 
 
-def begin_step(group: InFlight, size: int) -> None:
-    """Note how far each open completion is, unless the step goes on after it was broken off: then that is known."""
-    if not group.begun_tokens:
-        begun = {sample: len(partial.tokens) for sample, partial in group.partials.items()}
-        group.begun_tokens = {sample: begun.get(sample, 0) for sample in range(size)}
-
-
-def end_step(groups: Sequence[InFlight]) -> None:
-    """The step is over for those that are carried to the next one."""
-    for group in groups:
-        group.begun_tokens = {}
+def count_begun(group: InFlight, size: int) -> dict[int, int]:
+    """Tokens that each completion had when its step began; known already where the step was broken off before."""
+    lengths = {sample: len(partial.tokens) for sample, partial in group.partials.items()}
+    return group.begun_tokens or {sample: lengths.get(sample, 0) for sample in range(size)}
 
 
 def _beginning(sample: int, rollout: Rollout) -> Partial:
@@ -166,8 +159,6 @@ class Collector:
         for rollout in (r for group in groups for i, r in group.rollouts.items() if i not in group.scores):
             self._scoring.offer(rollout)  # of a step that was broken off
         sampling, cap, salt = self._sampling, self._cap, self._tenant_salt
-        for group in groups:
-            begin_step(group, self._sampling.n)
         asked = [one for group in groups for one in requests_for(group, sampling, cap=cap, tenant_salt=salt)]
         streams = [self._engine.submit(one.request) for one in asked]  # no await between: they enter together
         tasks = [asyncio.create_task(self._listen(one, s)) for one, s in zip(asked, streams, strict=True)]

@@ -40,7 +40,7 @@ from gyre.loop.assemble import (
     failed_parts,
     reward_metrics,
 )
-from gyre.loop.collect import Collector, InFlight, as_group, end_step, keep_scores, open_groups, split_whole
+from gyre.loop.collect import Collector, InFlight, as_group, count_begun, keep_scores, open_groups, split_whole
 from gyre.loop.config import EvalConfig, RolloutConfig
 from gyre.loop.evaluate import Rollouts
 from gyre.loop.handover import Handover
@@ -85,6 +85,9 @@ class Ring:
         self._emit = parts.observers.events.emit
         self._phase = parts.observers.spans.phase
         self._open: Sequence[InFlight] = ()  # groups of the step in flight, until they are trained on
+        self._begun_tokens: Sequence[
+            dict[int, int]
+        ] = ()  # of each of them: tokens by sample number when the step began
         self._train_s = 0.0  # that the newest update took: it is not begun when a stop leaves less
         self._handover = Handover(
             parts.trainer, parts.lifecycle, compute=compute, emit=self._emit, restart_engine=config.restart_engine
@@ -131,13 +134,15 @@ class Ring:
         await self._publish(step)
         self._report(step, report, collected, assembled, time.monotonic() - started_s)
         self._keep_samples(step, collected.groups)
-        end_step(collected.in_flight)
+        for group in collected.in_flight:
+            group.begun_tokens = {}
         return replace(progress, step=step, source=self._parts.source.state(), in_flight=collected.in_flight)
 
     async def _collect(self, progress: Progress, step: int) -> Collected:
         """Phases rollout and score."""
         config, groups, stop = self._config.rollout, self._begin(progress, step), self._parts.stop
         self._open = groups
+        self._begun_tokens = [count_begun(group, config.completions_per_prompt) for group in groups]
         async with (
             Scoring(self._scorer, deadline_s=config.reward_deadline_s) as scoring,
             self._keeping(groups, scoring),
@@ -173,6 +178,8 @@ class Ring:
         """The run goes on with these groups; before they were begun, or in an evaluation, there are no new ones."""
         if not self._open:
             return progress
+        for group, begun in zip(self._open, self._begun_tokens, strict=True):
+            group.begun_tokens = begun
         tokens = sum(len(partial.tokens) for group in self._open for partial in group.partials.values())
         self._emit("step.broken_off", step=progress.step + 1, groups=len(self._open), partial_tokens=tokens)
         return replace(progress, source=self._parts.source.state(), in_flight=self._open)

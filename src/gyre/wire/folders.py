@@ -17,7 +17,7 @@ import tempfile
 import uuid
 from pathlib import Path
 
-from gyre.core.errors import InputError, SnapshotError
+from gyre.core.errors import InputError, SnapshotError, is_disk_full
 from gyre.runconfig import RunConfig, load_run_config
 
 OVERRIDES = "overrides.json"
@@ -50,6 +50,41 @@ def _give_name(aside: Path, base: Path) -> Path:
             if error.errno not in TAKEN:  # else somebody was faster
                 raise
     raise AssertionError("numbers do not end")
+
+
+def refuse_damaged(folder: Path) -> None:
+    """SnapshotError for a run that cannot be gone on with, before anything of it is written."""
+    store, log = folder / "snapshots", folder / "events.jsonl"
+    for place in (store, *(store.iterdir() if store.is_dir() else ())):
+        if (place.exists() or place.is_symlink()) and not place.is_dir():
+            raise SnapshotError(
+                f"{place} is no folder, and snapshots would be there",
+                hint="put the folder back, or remove what is there to begin the run anew",
+            )
+    if not log.is_file() and (log.exists() or log.is_symlink()):
+        raise SnapshotError(f"{log} is no file", hint="put the run's log back")
+    if not log.exists() and any(store.glob("*/step-*")):
+        raise SnapshotError(
+            f"{folder} has snapshots, and no events.jsonl: they go on from rows of it",
+            hint=f"put the file back, or remove {store} to begin the run anew",
+        )
+
+
+def refuse_unusable(error: OSError, folder: Path | None) -> None:
+    """SnapshotError for what the disk or the rights of a run folder refuse. Other errors are nobody's word here."""
+    place = error.filename2 or error.filename
+    ours = (
+        folder is not None
+        and place is not None
+        and Path(os.fsdecode(place)).absolute().is_relative_to(folder.absolute())
+    )
+    if not (ours or is_disk_full(error) or error.errno == errno.EROFS):
+        return
+    hint = "free space there" if is_disk_full(error) else "make the run folder whole and writable"
+    raise SnapshotError(
+        f"cannot use {place or folder}: {error.strerror or error}",
+        hint=f"{hint}, then go on with: gyre train --resume {folder}",
+    ) from error
 
 
 def hold(folder: Path) -> int | None:

@@ -24,11 +24,10 @@ from gyre.observe.report import write_report
 from gyre.observe.samples import SampleLog
 from gyre.observe.spans import Spans
 from gyre.planner.plan import Plan
-from gyre.runconfig import RunConfig
 from gyre.text.tokenizer import is_misread
 from gyre.trainer.snapshot import Fault, Snapshot, load
 from gyre.wire.fleet import Fleet, Spread
-from gyre.wire.folders import hold
+from gyre.wire.folders import hold, refuse_damaged
 from gyre.wire.goal import accuracy_metric, judge_goal
 from gyre.wire.make import (
     Facts,
@@ -41,8 +40,9 @@ from gyre.wire.make import (
     make_tokenizer,
     try_rewards,
 )
-from gyre.wire.order import MAIN
+from gyre.wire.order import MAIN, Order
 from gyre.wire.placement import Inline, Placement, stage_store
+from gyre.wire.signals import StopSignals
 from gyre.wire.stage import Built
 from gyre.wire.stages import Stage, StageData, load_stage_data, plan_run, plan_stages
 
@@ -64,15 +64,21 @@ class Ready:
 class Run:
     """One attempt at a run: its folder, log, model and scorer, and the stages that it goes through."""
 
-    def __init__(self, config: RunConfig, folder: Path, *, stage: str, plain: bool, fleet: Fleet | None = None) -> None:
+    def __init__(
+        self, order: Order, folder: Path, *, plain: bool, signals: StopSignals, fleet: Fleet | None = None
+    ) -> None:
         """With a `fleet` the trainer and the engines are its workers."""
-        self._config, self._folder, self._stage = config, folder, stage
+        config = order.config
+        self._order, self._config, self._folder, self._stage = order, config, folder, order.stage
+        self._signals = signals
+        refuse_damaged(folder)
         self._lock = hold(folder)
         self._events = EventLog(folder / "events.jsonl", attempt=next_attempt(folder / "events.jsonl"))
         self._samples = SampleLog(folder / "samples.jsonl", self._events)
         self._emit = self._events.emit
         self._progress = make_progress(plain=plain, history=read_events(folder / "events.jsonl"))
         self._events.subscribe(self._progress)
+        signals.close_display = self._progress.close
         self._sinks = make_sinks(config, folder, self._events)
         self._spans = Spans(self._emit)
         if self._lock is None:
@@ -85,8 +91,10 @@ class Run:
         )
 
     async def go(self) -> dict[str, Any]:
+        """RunStopped when a signal asked for it and the run has been saved."""
         try:
-            return await self._go()
+            with self._signals.task():
+                return await self._go()
         finally:
             await self._placement.close()
 
@@ -191,12 +199,16 @@ class Run:
         built, done = Built(self._config, self._emit, self._machine.compute), False
         try:
             placed = await self._placement.begin(stage, plan, version=version, found=found)
-            parts = built.parts(placed, policy.tokenizer, data, self._observers())
-            progress = await built.loop(stage, parts).run(progress)
+            parts = built.parts(placed, policy.tokenizer, data, self._observers(), self._signals.stop)
+            with self._signals.heeded():
+                progress = await built.loop(stage, parts).run(progress)
             version, done = placed.version(), True
         finally:
             await built.close()
             await self._end(failed=not done, last=last)
+        if self._signals.stop.is_asked:
+            self._emit("run.stopped", stage=stage.name, step=progress.step, in_flight_groups=len(progress.in_flight))
+            raise self._signals.stopped(tell_place(progress))
         self._emit("stage.done", stage=stage.name, step=progress.step, version=version)
         return progress, version
 
@@ -272,3 +284,9 @@ class Run:
             "report": None if report is None else str(report),
             "goal": judge_goal(self._config, self._stage, evals),
         }
+
+
+def tell_place(progress: Progress) -> str:
+    """Where a run that was stopped stands, for people."""
+    begun = f"; {len(progress.in_flight)} groups of rollouts in flight are saved" if progress.in_flight else ""
+    return f"after step {progress.step} of stage {progress.stage}{begun}"
