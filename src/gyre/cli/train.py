@@ -11,9 +11,7 @@ from typing import Any
 from gyre.cli.answer import say_stopped
 from gyre.cli.loading import loading
 from gyre.core.errors import ConfigError
-from gyre.wire.order import read_order
-
-STAGES = ("all", "cold_start", "main")
+from gyre.wire.order import STAGES, read_order
 
 
 def run_train(
@@ -32,12 +30,9 @@ def run_train(
         raise ConfigError(
             "gyre train needs a config, or --resume RUN, and not both", hint="gyre train configs/arith_grpo_cpu.toml"
         )
-    if resume is not None and (overrides or stage != "all"):
+    if resume is not None and stage != "all":
         raise ConfigError(
-            "--resume goes on with the run as it was",
-            hint="leave out --set and --stage; to change keys, begin a new run with them: "
-            f"gyre train {resume / 'config.toml'} --set KEY=VALUE (with model.path={resume / 'export'}, once it is "
-            "there, from the weights that this one came to)",
+            f"--stage {stage}: --resume goes on with the stages that the run was begun with", hint="leave out --stage"
         )
     read_order(config, overrides, resume=resume, stage=stage, check_goal=check_goal)  # refused before torch is loaded
     with loading():

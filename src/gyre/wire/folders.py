@@ -15,12 +15,13 @@ import os
 import shutil
 import tempfile
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
 from gyre.core.errors import InputError, SnapshotError, is_disk_full
 from gyre.runconfig import RunConfig, load_run_config
+from gyre.wire.attempts import OVERRIDES, RESOLVED, read_changes, read_json, resolved_text, texts_of
 
-OVERRIDES = "overrides.json"
 TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # what renaming a folder onto something meets
 
 
@@ -33,6 +34,8 @@ def make_run_folder(config: RunConfig, config_path: Path, overrides: list[str], 
     try:
         shutil.copyfile(config_path, aside / "config.toml")
         (aside / OVERRIDES).write_text(json.dumps(overrides, indent=1) + "\n", encoding="utf-8")
+        given = (aside / "config.toml").read_bytes(), (aside / OVERRIDES).read_bytes()
+        (aside / RESOLVED).write_text(resolved_text(config, *given), encoding="utf-8")
         (aside / "stage.txt").write_text(stage, encoding="utf-8")
         return _give_name(aside, base)
     finally:
@@ -105,10 +108,31 @@ def hold(folder: Path) -> int | None:
 
 
 def read_overrides(folder: Path) -> list[str]:
+    """What the command line set when the run began. SnapshotError where the folder is no run's, or damaged."""
     for name in ("config.toml", OVERRIDES, "stage.txt"):
         if not (folder / name).is_file():
             raise SnapshotError(f"{folder} is no run folder: it has no {name}", hint="give a folder under runs/")
-    return json.loads((folder / OVERRIDES).read_text(encoding="utf-8"))
+    return texts_of(read_json(folder / OVERRIDES), folder / OVERRIDES)
+
+
+def read_all_overrides(folder: Path) -> list[str]:
+    """Those of the first attempt, and what later ones changed."""
+    return [*read_overrides(folder), *read_changes(folder)]
+
+
+def read_stage(folder: Path, accepted: Sequence[str]) -> str:
+    """Which stages the run was asked for."""
+    path = folder / "stage.txt"
+    try:
+        stage = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SnapshotError(f"cannot read {path}: {error}", hint="put the file back as the run wrote it") from error
+    if stage not in accepted:
+        raise SnapshotError(
+            f"{path} holds {stage[:40]!r}, and must hold {' or '.join(accepted)}",
+            hint="put back what the run was begun with; without --stage that is all",
+        )
+    return stage
 
 
 def find_model(target: Path, config_path: Path | None, overrides: list[str]) -> tuple[Path, RunConfig]:
@@ -117,7 +141,7 @@ def find_model(target: Path, config_path: Path | None, overrides: list[str]) -> 
         model = target / "export"
         if not model.is_dir():
             raise InputError(f"{target} has no export yet", hint=f"finish it: gyre train --resume {target}")
-        own = read_overrides(target) if config_path is None else []  # they were made for the run's own config
+        own = read_all_overrides(target) if config_path is None else []  # they were made for the run's own config
         return model, load_run_config(config_path or target / "config.toml", [*own, *overrides])
     if not (target / "config.json").is_file():
         raise InputError(f"{target} is neither a run folder nor a model folder", hint="runs are under runs/")
