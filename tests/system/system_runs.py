@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 from safetensors import safe_open
 
 SERVER = multiprocessing.get_context("forkserver")
@@ -103,7 +104,7 @@ class Fault:
     point: Literal["event", "line", "fsync", "rename", "copy", "burst"]
     number: int = 1  # the how-manieth time the point is passed
     match: str = ""  # event, line: pattern that "kind phase" must begin with; rename, copy: one in the target's path
-    action: Literal["kill", "interrupt", "interrupt_group", "kill_worker", "stop_worker"] = "kill"
+    action: Literal["kill", "interrupt", "interrupt_group", "kill_worker", "stop_worker", "kill_raylet"] = "kill"
     worker: str = ""  # whose process is killed or stopped (SIGSTOP), of a run on a cluster
 
 
@@ -216,6 +217,9 @@ def _arm(fault: Fault) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             elif fault.action in ("kill_worker", "stop_worker"):
                 os.kill(pids[fault.worker], signal.SIGKILL if fault.action == "kill_worker" else signal.SIGSTOP)
+            elif fault.action == "kill_raylet":
+                (raylet,) = (child for child in psutil.Process().children() if child.name() == "raylet")
+                raylet.kill()
             elif fault.action == "interrupt":
                 os.kill(os.getpid(), signal.SIGINT)
             else:

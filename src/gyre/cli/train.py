@@ -10,6 +10,7 @@ from typing import Any
 
 from gyre.cli.answer import say_stopped
 from gyre.cli.loading import loading
+from gyre.cluster.guard import guard_driver
 from gyre.core.errors import ConfigError
 from gyre.wire.order import STAGES, read_order
 
@@ -34,12 +35,22 @@ def run_train(
         raise ConfigError(
             f"--stage {stage}: --resume goes on with the stages that the run was begun with", hint="leave out --stage"
         )
-    read_order(config, overrides, resume=resume, stage=stage, check_goal=check_goal)  # refused before torch is loaded
-    with loading():
-        from gyre.wire.commands import train
+    order = read_order(config, overrides, resume=resume, stage=stage, check_goal=check_goal)  # before torch is loaded
+    guarded = None
+    if order.config.cluster.kind == "ray":
+        guarded = guard_driver(order.config.cluster.max_restarts)
+        if guarded.folder is not None and resume is None:  # it was begun before Ray ended the driver
+            config, overrides, resume, stage = None, [], guarded.folder, "all"
+    try:
+        with loading():
+            from gyre.wire.commands import train
 
-    say = partial(say_stopped, as_json=quiet)
-    result = train(config, overrides, resume=resume, stage=stage, plain=plain, say_stopped=say)
+        say = partial(say_stopped, as_json=quiet)
+        asked = {"resume": resume, "stage": stage, "plain": plain}
+        result = train(config, overrides, **asked, say_stopped=say, guarded=guarded)
+    finally:
+        if guarded is not None:
+            guarded.tell_end()
     goal = result.get("goal")
     if goal is not None and not quiet:
         print(goal["verdict"], file=sys.stderr)

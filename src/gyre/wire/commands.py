@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from gyre.cluster.guard import RAY_ENDED, Guarded
 from gyre.core.errors import ConfigError, InputError, RankError, RunStopped
 from gyre.loop.evaluate import Outcome
 from gyre.loop.stopping import StopRequest
@@ -45,9 +46,10 @@ def train(
     stage: str,
     plain: bool,
     say_stopped: Callable[[RunStopped], None],
+    guarded: Guarded | None = None,
 ) -> dict[str, Any]:
     """Make a run folder (or go on with one), run the stages, export, report. RunStopped when a signal ended it;
-    `say_stopped` prints that where the process ends at once."""
+    `say_stopped` prints that where the process ends at once. `guarded`: of a driver on Ray, its guard."""
     order = read_order(config_path, overrides, resume=resume, stage=stage)
     signals = StopSignals(StopRequest(deadline_s=order.config.run.stop_deadline_s), say=say_stopped)
     signals.install()
@@ -59,7 +61,11 @@ def train(
             assert config_path is not None
             folder = _make_folder(order.config, config_path, overrides, stage)
         signals.hint = f"go on with: gyre train --resume {folder}"
-        return _attempt(order, folder, plain=plain, fleet=fleet, signals=signals)
+        ended = None
+        if guarded is not None:
+            guarded.tell_folder(folder)
+            ended = RankError(RAY_ENDED) if guarded.number else None
+        return _attempt(order, folder, plain=plain, fleet=fleet, signals=signals, ended=ended)
     except (KeyboardInterrupt, asyncio.CancelledError):
         raise signals.stopped() from None
     except OSError as error:
@@ -71,14 +77,16 @@ def train(
         signals.uninstall()
 
 
-def _attempt(order: Order, folder: Path, *, plain: bool, fleet: Fleet | None, signals: StopSignals) -> dict[str, Any]:
-    """Run to the end. When a rank fails, again from the newest snapshot, as often as `cluster.max_restarts` says."""
-    ended: RankError | None = None
+def _attempt(
+    order: Order, folder: Path, *, plain: bool, fleet: Fleet | None, signals: StopSignals, ended: RankError | None
+) -> dict[str, Any]:
+    """Run to the end. When a rank fails, again from the newest snapshot, as often as `cluster.max_restarts` says.
+    `ended`: what the driver before this one ended with."""
     for number in range(order.config.cluster.max_restarts + 1):
         run = Run(order, folder, plain=plain, fleet=fleet, signals=signals)
         try:
             if ended is not None:
-                run.note_restart(ended, number)
+                run.note_restart(ended, max(1, number))
             return asyncio.run(run.go())
         except RankError as error:
             if signals.signum:
