@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -118,6 +119,14 @@ def test_a_worker_that_hangs_is_noticed_and_costs_a_restart(
     (restart,) = events_of(tmp_path / "runs" / "tiny", "retry.run_restarted")
     error = restart["error"]
     assert "hangs" in error and "worker-0 answers nothing" in error and "== worker-1" in error and at in error
+
+
+def test_a_rank_killed_at_a_random_moment_changes_nothing(tmp_path: Path, undisturbed: Story) -> None:
+    """At some event of the run, as a seed has it."""
+    number = random.Random(14).randrange(1, 60)
+    fault = Fault(point="event", match="phase|step|memory", number=number, action="kill_worker", worker="worker-1")
+    story = finished(tmp_path, ON_RAY, fault=fault)
+    assert story == undisturbed and story.num_attempts == 2
 
 
 def test_restarts_are_bounded_and_the_last_error_names_the_worker(tmp_path: Path) -> None:
