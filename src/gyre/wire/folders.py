@@ -76,16 +76,13 @@ def refuse_damaged(folder: Path) -> None:
 def refuse_unusable(error: OSError, folder: Path | None) -> None:
     """SnapshotError for what the disk or the rights of a run folder refuse. Other errors are nobody's word here."""
     place = error.filename2 or error.filename
-    ours = (
-        folder is not None
-        and place is not None
-        and Path(os.fsdecode(place)).absolute().is_relative_to(folder.absolute())
-    )
+    named = Path(os.fsdecode(place)).absolute() if isinstance(place, str | bytes) else None
+    ours = folder is not None and named is not None and named.is_relative_to(folder.absolute())
     if not (ours or is_disk_full(error) or error.errno == errno.EROFS):
         return
     hint = "free space there" if is_disk_full(error) else "make the run folder whole and writable"
     raise SnapshotError(
-        f"cannot use {place or folder}: {error.strerror or error}",
+        f"cannot use {named or folder}: {error.strerror or error}",
         hint=f"{hint}, then go on with: gyre train --resume {folder}",
     ) from error
 
