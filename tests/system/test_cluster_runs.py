@@ -176,7 +176,7 @@ def test_a_lost_raylet_costs_a_restart_and_nothing_else(tmp_path: Path, undistur
     answer = run(tmp_path, ON_RAY, fault=fault)
     assert read_story(tmp_path / "runs" / "tiny") == undisturbed
     (restart,) = events_of(tmp_path / "runs" / "tiny", "retry.run_restarted")
-    assert "raylet" in restart["error"] and answer.err.count("retry.run_restarted") == 1, answer.err
+    assert "raylet" in restart["error"] and answer.err.count("retry.run_restarted: number=1") == 1, answer.err
     assert "Traceback" not in answer.err, answer.err
 
 
