@@ -24,11 +24,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 from safetensors import safe_open
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["gyre.wire.commands", "gyre.cli.train", "gyre.cli.main", "gyre.observe.report"])
 MARK = "GYRE_SYSTEM_TEST"
+SIGNALS = {
+    "interrupt": signal.SIGINT,
+    "interrupt_busy": signal.SIGINT,
+    "terminate": signal.SIGTERM,
+    "hang_up": signal.SIGHUP,
+}
 RAY_LOGS = ("worker-", "python-core-worker", "raylet", "gcs_server")  # the files worth reading
 
 TINY: dict[str, Any] = {
@@ -103,7 +110,10 @@ class Fault:
     point: Literal["event", "line", "fsync", "rename", "copy", "burst"]
     number: int = 1  # the how-manieth time the point is passed
     match: str = ""  # event, line: pattern that "kind phase" must begin with; rename, copy: one in the target's path
-    action: Literal["kill", "interrupt", "interrupt_group", "kill_worker", "stop_worker"] = "kill"
+    action: Literal[
+        "kill", "interrupt", "interrupt_group", "interrupt_busy", "terminate", "hang_up", "kill_worker", "stop_worker",
+        "kill_raylet",
+    ] = "kill"  # fmt: skip
     worker: str = ""  # whose process is killed or stopped (SIGSTOP), of a run on a cluster
 
 
@@ -216,8 +226,13 @@ def _arm(fault: Fault) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             elif fault.action in ("kill_worker", "stop_worker"):
                 os.kill(pids[fault.worker], signal.SIGKILL if fault.action == "kill_worker" else signal.SIGSTOP)
-            elif fault.action == "interrupt":
-                os.kill(os.getpid(), signal.SIGINT)
+            elif fault.action == "kill_raylet":
+                (raylet,) = (child for child in psutil.Process().children() if child.name() == "raylet")
+                raylet.kill()
+            elif fault.action in SIGNALS:
+                os.kill(os.getpid(), SIGNALS[fault.action])
+                if fault.action == "interrupt_busy":  # in the middle of something that looks at nothing
+                    time.sleep(600.0)
             else:
                 os.killpg(os.getpid(), signal.SIGINT)
 

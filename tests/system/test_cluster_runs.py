@@ -4,11 +4,18 @@ restart and nothing else; an engine that is killed costs its rollouts; several n
 from __future__ import annotations
 
 import importlib.util
+import os
+import random
+import subprocess
+import sys
 import tempfile
-from collections.abc import Mapping
+import time
+import uuid
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from system_runs import Answer, Fault, Story, events_of, gyre, read_story, tell_cluster_run, write_config
 
@@ -114,6 +121,14 @@ def test_a_worker_that_hangs_is_noticed_and_costs_a_restart(
     assert "hangs" in error and "worker-0 answers nothing" in error and "== worker-1" in error and at in error
 
 
+def test_a_rank_killed_at_a_random_moment_changes_nothing(tmp_path: Path, undisturbed: Story) -> None:
+    """At some event of the run, as a seed has it."""
+    number = random.Random(14).randrange(1, 60)
+    fault = Fault(point="event", match="phase|step|memory", number=number, action="kill_worker", worker="worker-1")
+    story = finished(tmp_path, ON_RAY, fault=fault)
+    assert story == undisturbed and story.num_attempts == 2
+
+
 def test_restarts_are_bounded_and_the_last_error_names_the_worker(tmp_path: Path) -> None:
     fault = Fault(point="event", match="phase.started rollout", number=2, action="kill_worker", worker="worker-0")
     answer = run(tmp_path, {**ON_RAY, "cluster": {**ON_RAY["cluster"], "max_restarts": 0}}, fault=fault, code=2)
@@ -154,6 +169,66 @@ def test_ctrl_c_leaves_nothing_behind_and_the_run_goes_on(tmp_path: Path, undist
     answer = gyre("train", "--resume", tmp_path / "runs" / "tiny", "--plain", folder=tmp_path)
     assert answer.code == 0, answer.err
     assert read_story(tmp_path / "runs" / "tiny") == undisturbed
+
+
+def test_a_lost_raylet_costs_a_restart_and_nothing_else(tmp_path: Path, undisturbed: Story) -> None:
+    fault = Fault(point="event", match="phase.started train", number=3, action="kill_raylet")
+    answer = run(tmp_path, ON_RAY, fault=fault)
+    assert read_story(tmp_path / "runs" / "tiny") == undisturbed
+    (restart,) = events_of(tmp_path / "runs" / "tiny", "retry.run_restarted")
+    assert "raylet" in restart["error"] and answer.err.count("retry.run_restarted: number=1") == 1, answer.err
+    assert "Traceback" not in answer.err, answer.err
+
+
+def test_a_raylet_lost_once_too_often_ends_with_one_message(tmp_path: Path) -> None:
+    fault = Fault(point="event", match="phase.started rollout", number=2, action="kill_raylet")
+    answer = run(tmp_path, {**ON_RAY, "cluster": {**ON_RAY["cluster"], "max_restarts": 0}}, fault=fault, code=2)
+    assert answer.err.count("error: Ray ended the driver") == 1 and "--resume" in answer.err, answer.err
+
+
+def test_a_killed_driver_leaves_nothing_behind(tmp_path: Path) -> None:
+    fault = Fault(point="event", match="phase.started rollout", number=2)
+    answer = run(tmp_path, ON_RAY, fault=fault, code=2)
+    assert "ended by signal 9" in answer.err and "--resume" in answer.err, answer.err
+    assert not events_of(tmp_path / "runs" / "tiny", "retry.run_restarted"), "somebody wanted it gone"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a PID namespace of one's own takes root")
+def test_a_killed_command_leaves_nothing_behind_where_no_init_reaps(tmp_path: Path) -> None:
+    """The first process of the namespace is one that never waits for a child."""
+    config, mark = write_config(tmp_path, {**ON_RAY, "trainer.steps": 5000}), uuid.uuid4().hex
+    events = tmp_path / "runs" / "tiny" / "events.jsonl"
+    command = f"{sys.executable} -c 'from gyre.cli.main import main; main()' train {config} --plain"
+    with tempfile.TemporaryDirectory(prefix="gyre-ray-", ignore_cleanup_errors=True) as ray_folder:
+        env = {**os.environ, "RAY_TMPDIR": ray_folder, "GYRE_SYSTEM_TEST": mark}
+        env["PYTHONPATH"] = os.pathsep.join(sys.path)
+        script = f"{command} & echo $! > {tmp_path}/pid; exec sleep 1000"
+        shell = ["unshare", "--pid", "--fork", "--mount-proc", "bash", "-c", script]
+        outer = subprocess.Popen(shell, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            wait_until(lambda: events.exists() and b'"phase":"train"' in events.read_bytes(), 120.0)
+            init = psutil.Process(outer.pid).children()[0]
+            assert init.name() == "sleep"
+            (front,) = init.children()
+            assert len(front.children(recursive=True)) > 4, "guard, driver, Ray's processes, workers"
+            front.kill()
+            wait_until(lambda: not alive_below(init), 20.0)
+        finally:
+            for process in psutil.Process(outer.pid).children():
+                process.kill()
+            outer.wait()
+
+
+def alive_below(init: psutil.Process) -> list[str]:
+    """What still runs there, and holds something: a zombie that nobody reaps holds nothing."""
+    return [p.name() for p in init.children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
+    end_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end_s, "it did not come about"
+        time.sleep(0.05)
 
 
 def test_a_cluster_that_is_too_small_is_refused_before_anything_is_made(tmp_path: Path) -> None:

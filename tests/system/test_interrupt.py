@@ -9,9 +9,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
-from system_runs import Command, Fault, Story, gyre, processes_with, read_story, write_config
+from system_runs import Command, Fault, Story, events_of, gyre, processes_with, read_story, write_config
 
 MOMENTS = {
     "at the start": Fault(point="event", match="run.started", action="interrupt"),
@@ -60,6 +61,51 @@ def stop_and_go_on(folder: Path, whole: Story, moment: str) -> None:
     resumed = gyre("train", "--resume", run, "--plain", folder=folder)
     assert resumed.code == 0, resumed.err
     assert not resumed.left_behind
+    assert read_story(run) == whole
+
+
+@pytest.mark.parametrize(("action", "code", "name"), [("terminate", 143, "SIGTERM"), ("hang_up", 129, "SIGHUP")])
+def test_other_signals_save_too(tmp_path: Path, whole: Story, action: Any, code: int, name: str) -> None:
+    """The step in flight ends and is saved, although no snapshot is due after it."""
+    fault = Fault(point="event", match="phase.started rollout", number=3, action=action)
+    stopped = gyre("train", write_config(tmp_path), "--plain", folder=tmp_path, fault=fault)
+    run = tmp_path / "runs" / "tiny"
+    assert stopped.code == code and f"stopped by {name} after step 3 of stage main" in stopped.err, stopped.err
+    assert f"gyre train --resume {run}" in stopped.err and not stopped.left_behind
+    assert sorted(path.name for path in (run / "snapshots" / "main").iterdir())[-1] == "step-00000003"
+    resumed = gyre("train", "--resume", run, "--plain", folder=tmp_path)
+    assert resumed.code == 0, resumed.err
+    assert read_story(run) == whole
+    assert not events_of(run, "warn.steps_lost")
+
+
+def test_past_its_deadline_a_stop_saves_the_rollouts(tmp_path: Path) -> None:
+    sets = {"run.stop_deadline_s": 0.0, "rollout.max_tokens": 64, "rollout.ignore_eos": True, "cold_start": None}
+    fault = Fault(point="event", match="phase.started rollout", number=3, action="interrupt")
+    stopped = gyre("train", write_config(tmp_path, sets), "--plain", folder=tmp_path, fault=fault)
+    run = tmp_path / "runs" / "tiny"
+    assert stopped.code == 130 and "after step 2 of stage main; 4 groups" in stopped.err, stopped.err
+    (broken_off,) = events_of(run, "step.broken_off")
+    assert (broken_off["step"], broken_off["groups"]) == (3, 4)
+    resumed = gyre("train", "--resume", run, "--plain", folder=tmp_path)
+    assert resumed.code == 0, resumed.err
+    assert [step["step"] for step in read_story(run).steps] == [1, 2, 3, 4, 5]
+    assert not events_of(run, "warn.steps_lost")
+
+
+@pytest.mark.slow
+def test_what_cannot_be_ended_is_bounded(tmp_path: Path, whole: Story) -> None:
+    """A process that is still at it ends all the same; what no snapshot has is done again, and counted."""
+    fault = Fault(point="event", match="phase.started train", number=8, action="interrupt_busy")  # step 4 of main
+    config = write_config(tmp_path, {"run.stop_deadline_s": 0.2})
+    stopped = gyre("train", config, "--plain", "--json", folder=tmp_path, fault=fault)
+    assert stopped.code == 130 and "run.stop_deadline_s" in stopped.err, stopped.err
+    assert stopped.json["error"]["kind"] == "stopped" and "--resume" in stopped.json["error"]["hint"]
+    assert not stopped.left_behind
+    run = tmp_path / "runs" / "tiny"
+    resumed = gyre("train", "--resume", run, "--plain", folder=tmp_path)
+    assert resumed.code == 0, resumed.err
+    assert [row["count"] for row in events_of(run, "warn.steps_lost")] == [1]
     assert read_story(run) == whole
 
 

@@ -19,6 +19,7 @@ from gyre.loop.config import EvalConfig, RolloutConfig
 from gyre.loop.controller import Ring, RingConfig
 from gyre.loop.ports import Observers, Parts, StageSpec
 from gyre.loop.resume import Progress, from_snapshot
+from gyre.loop.stopping import StopRequest
 from gyre.objectives.config import AnyObjective, GrpoConfig
 from gyre.observe.catalog import is_measured
 from gyre.observe.events import EventLog, next_attempt, read_events
@@ -177,7 +178,9 @@ class Bench:
         reward_model: tuple[str, float] | None = None,
         accuracy: AccuracyMetric | None = RIGHT,
         window: Window | None = None,
+        stop: StopRequest | None = None,
     ) -> None:
+        self.stop = stop or StopRequest(deadline_s=30.0)
         self.log = folder / "events.jsonl"
         self.events = EventLog(self.log, attempt=next_attempt(self.log))
         self.samples = SampleLog(folder / "samples.jsonl", self.events)
@@ -219,6 +222,7 @@ class Bench:
             lifecycle=self.engine,
             scorer=self.scorer,
             eval_prompts=HELD_OUT if evaluation else (),
+            stop=self.stop,
         )
         self.ring = Ring(
             StageSpec(name="main", objective=objective or GrpoConfig(variant="dapo"), steps=steps, seed=11),

@@ -66,7 +66,7 @@ def test_an_unknown_command_or_option_is_refused():
         (("train",), "config", "needs a config"),
         (("train", "a.toml", "--resume", "runs/a"), "config", "not both"),
         (("train", "a.toml", "--stage", "warm"), "config", "all, cold_start, main"),
-        (("train", "--resume", "runs/a", "--set", "trainer.steps=1"), "config", "as it was"),
+        (("train", "--resume", "runs/a", "--stage", "main"), "config", "--resume goes on"),
         (("train", "nowhere.toml"), "config", "cannot read nowhere.toml"),
         (("train", "--resume", "nowhere"), "snapshot", "no run folder"),
         (("plan", "nowhere.toml"), "config", "cannot read nowhere.toml"),

@@ -1,16 +1,18 @@
 """Answer: runs a command's body and turns what happens into an exit code. In: a function that returns a JSON-able
-mapping. Out: its JSON on stdout when asked for; a GyreError as one sentence and a hint, exit 2 (1 for a
-reward that broke during a run); Ctrl-C, exit 130.
-Caller: cli.main."""
+mapping. Out: its JSON on stdout when asked for; a GyreError as one sentence and a hint, exit 2 (1 for a reward that
+broke during a run); Ctrl-C, exit 130, and other signals that a run was stopped by 128 + their number. Caller: cli.main.
+"""
 
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
-from gyre.core.errors import GyreError
+from gyre.core.errors import GyreError, RunStopped
 
 
 def answer(body: Callable[[], Mapping[str, Any]], *, as_json: bool) -> None:
@@ -21,13 +23,21 @@ def answer(body: Callable[[], Mapping[str, Any]], *, as_json: bool) -> None:
         if as_json:
             print(json.dumps({"error": error.as_dict()}))
         raise SystemExit(error.exit_code) from error
-    except KeyboardInterrupt as stop:
-        hint = str(stop)  # a command that can go on says how
-        print("stopped by Ctrl-C" + (f"\n hint: {hint}" if hint else ""), file=sys.stderr)
-        if as_json:
-            print(json.dumps({"error": {"kind": "stopped", "message": "stopped by Ctrl-C", "hint": hint}}))
+    except RunStopped as stopped:
+        say_stopped(stopped, as_json=as_json)
+        raise SystemExit(stopped.exit_code) from None
+    except KeyboardInterrupt:
+        say_stopped(RunStopped(signal.SIGINT), as_json=as_json)
         raise SystemExit(130) from None
     if as_json:
         print(json.dumps(result))
     if result.get("goal_missed"):
         raise SystemExit(1)
+
+
+def say_stopped(stopped: RunStopped, *, as_json: bool) -> None:
+    """Nobody may be there to read it: the terminal that has gone is what SIGHUP tells of."""
+    with suppress(OSError):
+        print(f"{stopped}" + (f"\n hint: {stopped.hint}" if stopped.hint else ""), file=sys.stderr)
+        if as_json:
+            print(json.dumps({"error": {"kind": "stopped", "message": str(stopped), "hint": stopped.hint}}))

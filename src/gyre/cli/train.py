@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from gyre.cli.answer import say_stopped
 from gyre.cli.loading import loading
+from gyre.cluster.guard import guard_driver
 from gyre.core.errors import ConfigError
 from gyre.wire.names import refuse_missing_names
-from gyre.wire.order import read_order
-
-STAGES = ("all", "cold_start", "main")
+from gyre.wire.order import STAGES, read_order
 
 
 def run_train(
@@ -31,19 +32,27 @@ def run_train(
         raise ConfigError(
             "gyre train needs a config, or --resume RUN, and not both", hint="gyre train configs/arith_grpo_cpu.toml"
         )
-    if resume is not None and (overrides or stage != "all"):
+    if resume is not None and stage != "all":
         raise ConfigError(
-            "--resume goes on with the run as it was",
-            hint="leave out --set and --stage; to change keys, begin a new run with them: "
-            f"gyre train {resume / 'config.toml'} --set KEY=VALUE (with model.path={resume / 'export'}, once it is "
-            "there, from the weights that this one came to)",
+            f"--stage {stage}: --resume goes on with the stages that the run was begun with", hint="leave out --stage"
         )
     order = read_order(config, overrides, resume=resume, stage=stage, check_goal=check_goal)
     refuse_missing_names(order.config)  # before torch is loaded
-    with loading():
-        from gyre.wire.commands import train
+    guarded = None
+    if order.config.cluster.kind == "ray":
+        guarded = guard_driver(order.config.cluster.max_restarts)
+        if guarded.folder is not None and resume is None:  # it was begun before Ray ended the driver
+            config, overrides, resume, stage = None, [], guarded.folder, "all"
+    try:
+        with loading():
+            from gyre.wire.commands import train
 
-    result = train(config, overrides, resume=resume, stage=stage, plain=plain)
+        say = partial(say_stopped, as_json=quiet)
+        asked = {"resume": resume, "stage": stage, "plain": plain}
+        result = train(config, overrides, **asked, say_stopped=say, guarded=guarded)
+    finally:
+        if guarded is not None:
+            guarded.tell_end()
     goal = result.get("goal")
     if goal is not None and not quiet:
         print(goal["verdict"], file=sys.stderr)

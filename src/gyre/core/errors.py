@@ -19,6 +19,7 @@ Faults of ours are assertions, never a GyreError. Callers: every room raises, `c
 from __future__ import annotations
 
 import errno
+import signal
 from typing import TypeGuard
 
 
@@ -76,6 +77,21 @@ class WorkerLost(RankError):
 
 class EngineRefused(GyreError):
     kind = "refused"
+
+
+class RunStopped(Exception):
+    """A signal ended the run, which can go on. Nothing is at fault, so this is no GyreError."""
+
+    def __init__(self, signum: int, message: str = "", *, hint: str = "") -> None:
+        """`message` follows what stopped it: "at step 3 of main"."""
+        by = "Ctrl-C" if signum == signal.SIGINT else signal.Signals(signum).name
+        super().__init__(f"stopped by {by}{message and f' {message}'}")
+        self.signum, self.hint = signum, hint
+
+    @property
+    def exit_code(self) -> int:
+        """As a shell tells of a process that a signal ended."""
+        return 128 + self.signum
 
 
 def is_disk_full(error: BaseException) -> TypeGuard[OSError]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -36,6 +36,8 @@ class InFlight:
     rollouts: dict[int, Rollout]  # done, by sample number
     scores: dict[int, Score]  # of those
     partials: dict[int, Partial]  # begun, by sample number
+    begun_tokens: dict[int, int] = field(default_factory=dict)  # of each when its step began, if that was broken off
+    refill: int = 0  # round of the step in flight that began it, if that replaces groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +57,9 @@ class Window:
     tokens: int  # given ones: of prompts and beginnings
 
 
-def open_groups(prompts: Sequence[Prompt], *, run_seed: int, step: int, first: int = 0) -> list[InFlight]:
+def open_groups(
+    prompts: Sequence[Prompt], *, run_seed: int, step: int, first: int = 0, refill: int = 0
+) -> list[InFlight]:
     """Begin a group for each prompt. A pure function of seed, step and place; `first` is the first one's place."""
     return [
         InFlight(
@@ -65,6 +69,7 @@ def open_groups(prompts: Sequence[Prompt], *, run_seed: int, step: int, first: i
             rollouts={},
             scores={},
             partials={},
+            refill=refill,
         )
         for place, prompt in enumerate(prompts, first)
     ]
@@ -73,13 +78,17 @@ def open_groups(prompts: Sequence[Prompt], *, run_seed: int, step: int, first: i
 def requests_for(
     group: InFlight, sampling: Sampling, *, cap: int, tenant_salt: str = "", most: int = MOST_COMPLETIONS
 ) -> list[Asked]:
-    """What to ask for: without a cap, a whole group in one request, whose completions share the prompt's work.
+    """What to ask for: without a cap, a whole group in one request, whose completions share the prompt's work. What a
+    step that was broken off has left of it goes along, so that all draws are those of the first request.
 
     `cap` bounds the tokens that a completion may take in this step (0 does not). With it each completion is a request
     of its own from the start, so that its draws are the same however often it is set aside. So are those of a group
     with more than `most` completions. Requests of one `tenant_salt` share cached beginnings.
     """
-    if not cap and sampling.n <= most and not group.rollouts and not group.partials:
+    if not cap and sampling.n <= most:
+        if len(group.rollouts) == sampling.n:
+            return []
+        done = (_beginning(i, rollout) for i, rollout in group.rollouts.items())
         request = Request(
             request_id=group.group_id,
             tokens=group.prompt.tokens,
@@ -87,15 +96,40 @@ def requests_for(
             seed=group.seed,
             chunk_tokens=0,
             tenant_salt=tenant_salt,
+            partials=tuple(sorted((*done, *group.partials.values()), key=lambda partial: partial.index)),
         )
         return [Asked(group=group, request=request, samples=tuple(range(sampling.n)))]
     open_samples = [sample for sample in range(sampling.n) if sample not in group.rollouts]
     return [_ask_one(group, sample, sampling, cap, tenant_salt) for sample in open_samples]
 
 
+def count_begun(group: InFlight, size: int) -> dict[int, int]:
+    """Tokens that each completion had when its step began; known already where the step was broken off before."""
+    lengths = {sample: len(partial.tokens) for sample, partial in group.partials.items()}
+    return group.begun_tokens or {sample: lengths.get(sample, 0) for sample in range(size)}
+
+
+def carry_over(group: InFlight) -> None:
+    """Make a group that its step has left unfinished one of the next step."""
+    group.begun_tokens, group.refill = {}, 0
+
+
+def _beginning(sample: int, rollout: Rollout) -> Partial:
+    """A finished completion as the engine takes it: it is answered at once."""
+    mask = rollout.sampled
+    return Partial(
+        index=sample,
+        tokens=rollout.tokens[mask],
+        logprobs=rollout.logprobs[mask],
+        raw_logprobs=rollout.raw_logprobs[mask],
+        versions=rollout.versions[mask],
+        support=rollout.support,
+    )
+
+
 def _ask_one(group: InFlight, sample: int, sampling: Sampling, cap: int, tenant_salt: str) -> Asked:
     begun = group.partials.get(sample)
-    taken = 0 if begun is None else len(begun.tokens)
+    taken = group.begun_tokens.get(sample, 0 if begun is None else len(begun.tokens))
     request = Request(
         request_id=f"{group.group_id}.{sample}",
         tokens=group.prompt.tokens,
@@ -159,12 +193,16 @@ class Collector:
             )
         self._engine, self._scoring, self._text, self._emit = engine, scoring, text, emit
         self._sampling, self._cap, self._deadline_s = sampling, cap, deadline_s
+        self._breaking = False  # completions that end as interrupted are kept as they are
 
     async def run(self, groups: Sequence[InFlight]) -> None:
         """Fill the groups: wait until each completion has ended or used up its share of this step.
 
         However it ends, no task and no request of it is left. DeadlineError names the requests that had not ended.
+        Cancelled, it leaves in the groups what each completion had, and another run goes on from there.
         """
+        for rollout in (r for group in groups for i, r in group.rollouts.items() if i not in group.scores):
+            self._scoring.offer(rollout)  # of a step that was broken off
         loop = asyncio.get_running_loop()
         end_s = loop.time() + self._deadline_s
         for part in cut_to_window(self._ask(groups), self._window):
@@ -194,8 +232,25 @@ class Collector:
                     f"({', '.join(late[:5])}{', …' if len(late) > 5 else ''}); owner: loop.collect",
                     hint="raise rollout.deadline_s, or lower rollout.max_tokens or rollout.prompts_per_step",
                 )
+        except asyncio.CancelledError:
+            await self._break_off(tasks)
+            raise
         finally:
             await self._leave_none(tasks)
+
+    async def _break_off(self, tasks: Sequence[asyncio.Task[None]]) -> None:
+        """Ask the engine for what completions have so far; the listeners put it into the groups. What cannot be had in
+        time is told, and sampled again from where the step before left it."""
+        self._breaking = True
+        running = [task for task in tasks if not task.done()]
+        if not running:
+            return
+        try:
+            await self._engine.interrupt(deadline_s=STOP_S)
+        except DeadlineError as error:
+            self._emit("warn.engine_not_stopped", requests=len(running), error=error.message)
+            return
+        await asyncio.wait(running, timeout=STOP_S)
 
     async def _leave_none(self, tasks: Sequence[asyncio.Task[None]]) -> None:
         """After a failure or Ctrl-C: end the listeners and whatever the engine still does for them."""
@@ -218,6 +273,13 @@ class Collector:
 
     def _finish(self, asked: Asked, index: int, chunks: list[TokenChunk]) -> None:
         last, group, sample = chunks[-1], asked.group, asked.samples[index]
+        if sample in group.rollouts:  # it went along with its group
+            return
+        if last.finish == "interrupted" and self._breaking:
+            begun = as_partial(sample, [*([group.partials[sample]] if sample in group.partials else []), *chunks])
+            if len(begun.tokens):
+                group.partials[sample] = begun
+            return
         if last.finish not in ("stop", "length"):
             raise _no_answer(asked.request.request_id, last, self._length_key)
         before = group.partials.pop(sample, None)

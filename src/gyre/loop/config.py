@@ -154,3 +154,6 @@ class RunSection(Section):
     hardware multiplies it, else float16 on a GPU and float32 on a CPU."""
     threads: int = Field(default=0, ge=0)
     """CPU threads for tensors; 0 takes all cores."""
+    stop_deadline_s: float = Field(default=30.0, ge=0.0)
+    """Longest that Ctrl-C, SIGTERM or SIGHUP waits for the step in flight; then its rollouts are broken off and saved.
+    A training pass that is still at it then is lost, and the newest snapshot stands."""

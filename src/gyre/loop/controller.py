@@ -15,15 +15,17 @@ One step runs at a time, and each phase waits for the one before it: nothing is 
   Collector.run   waits for the engine's last chunk         woken by the engine's pump    rollout.deadline_s
   Scoring.finish  waits for the scorer's last answer        woken by reward workers       rollout.reward_deadline_s
   trainer.step    waits for the compute thread              woken by it                   none: it is our own work
-A failure or Ctrl-C anywhere leaves no task and no request behind; the run goes on from its newest snapshot.
+A stop ends the step in flight, or breaks it off at `run.stop_deadline_s`; `loop.schedule` saves what there is.
+A failure anywhere leaves no task and no request behind; the run goes on from its newest snapshot.
 Caller: wire.stage.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Executor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -40,15 +42,17 @@ from gyre.loop.assemble import (
     refill_metrics,
     reward_metrics,
 )
-from gyre.loop.collect import Collector, InFlight, Window, as_group, keep_scores, split_whole
+from gyre.loop.collect import Collector, InFlight, Window, as_group, carry_over, count_begun, keep_scores, split_whole
 from gyre.loop.config import EvalConfig, RolloutConfig
 from gyre.loop.evaluate import Rollouts
 from gyre.loop.failures import find_failures, lower_failed, refuse_failures
 from gyre.loop.handover import Handover
 from gyre.loop.ports import Parts, StageSpec
 from gyre.loop.refill import PromptFeed, Sampled, drops_equal, filter_metric, why_filtered_by_score
-from gyre.loop.resume import Progress, is_due, note_outcome, to_snapshot
+from gyre.loop.resume import Progress, note_outcome, to_snapshot
+from gyre.loop.schedule import Rhythm, Turn, run_steps
 from gyre.loop.scoring import Scoring
+from gyre.loop.stopping import StepUnfinished
 from gyre.objectives.config import needs_critic, needs_policy_logprobs, needs_reference
 from gyre.observe.samples import sample_row
 
@@ -88,6 +92,9 @@ class Ring:
         self._engine, self._scorer = parts.engine, parts.scorer
         self._emit = parts.observers.events.emit
         self._phase = parts.observers.spans.phase
+        self._open: list[InFlight] = []  # groups of the step in flight, until they are trained on
+        self._begun_tokens: list[dict[int, int]] = []  # of those carried over, tokens by sample when the step began
+        self._train_s = 0.0  # that the newest update took: it is not begun when a stop leaves less
         self._handover = Handover(
             parts.trainer, parts.lifecycle, compute=compute, emit=self._emit, restart_engine=config.restart_engine
         )
@@ -106,52 +113,65 @@ class Ring:
         self._metric = filter_metric(stage.objective, config.accuracy)
 
     async def run(self, progress: Progress) -> Progress:
-        """Go on from `progress` to the end of the stage."""
+        """Go on from `progress` to the end of the stage, or to where a stop ends it."""
         if progress.source is not None:
             self._parts.source.restore(progress.source)
         if reason := why_filtered_by_score(self._stage.objective, self._config.accuracy):
             self._emit("fallback.filter_by_score", stage=self._stage.name, reason=reason)
         await self._publish(progress.step)
-        if not progress.evals:
-            progress = await self._evaluate(progress, "before")
-        while progress.step < self._stage.steps:
-            progress = await self._step(progress)
-            last = progress.step == self._stage.steps
-            if last or is_due(progress.step, self._config.evaluation.every_steps):
-                progress = await self._evaluate(progress, "after")
-            if last or is_due(progress.step, self._config.snapshot_every_steps):
-                await self._snapshot(replace(progress, done=last))
-        return replace(progress, done=True)
+        turn = Turn(
+            step=self._step, evaluate=self._evaluate, save=self._snapshot, keep_unfinished=self._keep_unfinished
+        )
+        rhythm = Rhythm(
+            steps=self._stage.steps,
+            eval_every_steps=self._config.evaluation.every_steps,
+            snapshot_every_steps=self._config.snapshot_every_steps,
+        )
+        return await run_steps(progress, turn, rhythm, self._parts.stop)
 
     async def _step(self, progress: Progress) -> Progress:
         step, started_s = progress.step + 1, time.monotonic()
         collected = await self._collect(progress, step)
+        if self._parts.stop.remaining_s() < self._train_s:
+            raise StepUnfinished
         self._look_at_failures(collected.sampled, step)
         assembled = assemble(
             self._stage.objective, collected.groups, collected.passes, step=step, accuracy=self._config.accuracy
         )
         self._count(assembled, collected, step)
+        self._open = []  # an update cannot be broken off
         await self._enter("train", step)
+        train_from_s = time.monotonic()
         with self._phase("train", step=step):
             report = await self._parts.trainer.step(assembled.batch)
+        self._train_s = time.monotonic() - train_from_s
         await self._publish(step)
         self._report(step, report, collected, assembled, time.monotonic() - started_s)
         self._keep_samples(step, collected.sampled)
+        for group in collected.in_flight:
+            carry_over(group)
         return replace(progress, step=step, source=self._parts.source.state(), in_flight=collected.in_flight)
 
     async def _collect(self, progress: Progress, step: int) -> Collected:
         """Phases rollout and score."""
-        config = self._config.rollout
-        async with Scoring(self._scorer, deadline_s=config.reward_deadline_s) as scoring:
+        config, stop = self._config.rollout, self._parts.stop
+        groups = self._open = list(progress.in_flight)
+        self._begun_tokens = [count_begun(group, config.completions_per_prompt) for group in groups]
+        async with (
+            Scoring(self._scorer, deadline_s=config.reward_deadline_s) as scoring,
+            self._keeping(groups, scoring),
+        ):
             await self._enter("rollout", step)
             with self._phase("rollout", step=step):
-                rollouts = await self._feed.roll_out(
-                    progress.in_flight,
-                    self._collector(scoring),
-                    scoring,
-                    step=step,
-                    max_refills=self._max_refills(),
-                    metric=self._metric,
+                rollouts = await stop.within(
+                    self._feed.roll_out(
+                        groups,
+                        self._collector(scoring),
+                        scoring,
+                        step=step,
+                        max_refills=self._max_refills(),
+                        metric=self._metric,
+                    )
                 )
             rollout_to_s = time.monotonic()
             whole, in_flight = split_whole(rollouts.groups, config.completions_per_prompt)
@@ -161,7 +181,7 @@ class Ring:
                 kept = [group for group in whole if group.group_id not in rollouts.dropped]
                 passes, learnt = await self._passes(kept, whole, step)
                 score_to_s = time.monotonic()
-                keep_scores(rollouts.groups, await scoring.finish())
+                keep_scores(groups, await stop.within(scoring.finish()))
             account = scoring.account(rollout=rollouts.windows, reference=(rollout_to_s, score_to_s))
         done = [as_group(group) for group in whole]
         if learnt is not None and self._config.reward_model is not None:
@@ -175,6 +195,27 @@ class Ring:
             passes=passes,
             windows=account,
         )
+
+    @asynccontextmanager
+    async def _keeping(self, groups: Sequence[InFlight], scoring: Scoring) -> AsyncIterator[None]:
+        """Keep what a step that is broken off has, with the scores that have come."""
+        try:
+            yield
+        except StepUnfinished:
+            keep_scores(groups, scoring.so_far())
+            raise
+
+    def _keep_unfinished(self, progress: Progress) -> Progress:
+        """The run goes on with these groups; before they were begun, or in an evaluation, there are no new ones."""
+        if not self._open:
+            return progress
+        size = self._config.rollout.completions_per_prompt
+        fresh = [dict.fromkeys(range(size), 0)] * (len(self._open) - len(self._begun_tokens))
+        for group, begun in zip(self._open, [*self._begun_tokens, *fresh], strict=True):
+            group.begun_tokens = dict(begun)
+        tokens = sum(len(partial.tokens) for group in self._open for partial in group.partials.values())
+        self._emit("step.broken_off", step=progress.step + 1, groups=len(self._open), partial_tokens=tokens)
+        return replace(progress, source=self._parts.source.state(), in_flight=self._open)
 
     def _max_refills(self) -> int:
         """A learnt reward comes after the rollouts: a filter by score waits for it, and replaces nothing."""
@@ -227,7 +268,7 @@ class Ring:
             return progress
         await self._enter("evaluate", progress.step)
         with self._phase("evaluate", step=progress.step):
-            outcome = await self._evaluator.run(self._parts.eval_prompts)
+            outcome = await self._parts.stop.within(self._evaluator.run(self._parts.eval_prompts))
         return note_outcome(progress, outcome, when, self._emit)
 
     async def _snapshot(self, progress: Progress) -> None:

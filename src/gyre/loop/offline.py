@@ -17,7 +17,8 @@ from gyre.core.records import TrainBatch
 from gyre.loop.evaluate import Outcome, Rollouts, held_out_loss, pair_accuracy, preference_accuracy
 from gyre.loop.handover import Handover
 from gyre.loop.ports import Parts, StageSpec
-from gyre.loop.resume import Progress, is_due, note_outcome, to_snapshot
+from gyre.loop.resume import Progress, note_outcome, to_snapshot
+from gyre.loop.schedule import Rhythm, Turn, run_steps
 
 Measure = Callable[[PolicyTrainer, TrainBatch], Awaitable[Outcome]]
 
@@ -50,21 +51,20 @@ class OfflineLoop:
             self._handover = Handover(parts.trainer, parts.lifecycle, compute=compute, emit=self._emit)
 
     async def run(self, progress: Progress) -> Progress:
-        """Go on from `progress` to the end of the stage."""
+        """Go on from `progress` to the end of the stage, or to where a stop ends it."""
         if progress.source is not None:
             self._parts.source.restore(progress.source)
-        if not progress.evals:
-            progress = await self._evaluate(progress, "before")
-        await self._parts.gate.enter("train", step=progress.step)
-        while progress.step < self._stage.steps:
-            progress = await self._step(progress)
-            last = progress.step == self._stage.steps
-            if last or is_due(progress.step, self._config.eval_every_steps):
-                progress = await self._evaluate(progress, "after")
-                await self._parts.gate.enter("train", step=progress.step)
-            if last or is_due(progress.step, self._config.snapshot_every_steps):
-                await self._snapshot(replace(progress, done=last))
-        return replace(progress, done=True)
+        if progress.evaluated_step >= 0:
+            await self._parts.gate.enter("train", step=progress.step)
+        turn = Turn(
+            step=self._step, evaluate=self._evaluate, save=self._snapshot, keep_unfinished=lambda progress: progress
+        )
+        rhythm = Rhythm(
+            steps=self._stage.steps,
+            eval_every_steps=self._config.eval_every_steps,
+            snapshot_every_steps=self._config.snapshot_every_steps,
+        )
+        return await run_steps(progress, turn, rhythm, self._parts.stop)
 
     async def _step(self, progress: Progress) -> Progress:
         step, started_s = progress.step + 1, time.monotonic()
@@ -100,8 +100,9 @@ class OfflineLoop:
             await self._handover.publish(step=step)
             await gate.enter("evaluate", step=step)
             with self._phase("evaluate", step=step):
-                outcome = await self._judge.run(self._parts.eval_prompts)
+                outcome = await self._parts.stop.within(self._judge.run(self._parts.eval_prompts))
             progress = note_outcome(progress, outcome, when, self._emit)
+        await gate.enter("train", step=step)
         return progress
 
     async def _snapshot(self, progress: Progress) -> None:

@@ -4,13 +4,14 @@ Callers: every file of the loop."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
 from gyre.core.contracts import EngineLifecycle, PolicyTrainer, PromptSource, RolloutEngine, Scorer
 from gyre.core.records import Phase, Prompt, TrainBatch
+from gyre.loop.stopping import StopRequest
 from gyre.objectives.config import AnyObjective
 from gyre.observe.events import EventLog
 from gyre.observe.samples import SampleLog
@@ -73,4 +74,5 @@ class Parts:
     lifecycle: EngineLifecycle | None = None
     scorer: Scorer | None = None
     eval_prompts: tuple[Prompt, ...] = ()
+    stop: StopRequest = field(default_factory=lambda: StopRequest(deadline_s=0.0))  # that nobody asks for by default
     eval_batch: TrainBatch | None = None  # held-out sequences, for objectives that are judged without rollouts

@@ -89,7 +89,7 @@ class PromptFeed:
 
     async def roll_out(
         self,
-        carried: Sequence[InFlight],
+        groups: list[InFlight],
         collector: Collector,
         scoring: Scoring,
         *,
@@ -97,15 +97,16 @@ class PromptFeed:
         max_refills: int,
         metric: AccuracyMetric | None,
     ) -> Sampled:
-        """What was in flight goes on first; new prompts fill up the rest. Ends after 1 + max_refills rounds: a pure
-        function of seed, data cursor and scores. Without refills scores are not waited for, and nothing is dropped."""
-        config, groups = self._config, list(carried)
-        fresh = self._begin(max(0, config.prompts_per_step - len(groups)), step, first=0)
+        """What was in flight goes on first; new prompts fill up the rest, and are added to `groups`: who breaks the
+        step off has them there. Ends after 1 + max_refills rounds: a pure function of seed, data cursor and scores.
+        Without refills scores are not waited for, and nothing is dropped."""
+        config = self._config
+        refills = max((group.refill for group in groups), default=0)  # of a step that was broken off
+        groups += self._begin(max(0, config.prompts_per_step - len(groups)), step, first=0, refill=0)
         windows: list[Interval] = []
         dropped: frozenset[str] = frozenset()
-        refills = num_refilled = missing = 0
-        groups += fresh
-        todo = groups
+        missing = 0
+        todo = list(groups)
         while True:
             from_s = time.monotonic()
             await collector.run(todo)
@@ -119,18 +120,18 @@ class PromptFeed:
             missing = num_missing(wanted=config.prompts_per_step, kept=kept, in_flight=len(in_flight))
             if not missing or refills == max_refills:
                 break
-            todo = self._begin(missing, step, first=len(groups))
-            groups = groups + todo
-            refills, num_refilled = refills + 1, num_refilled + missing
+            refills += 1
+            todo = self._begin(missing, step, first=len(groups), refill=refills)
+            groups += todo
         return Sampled(
             groups=groups,
             dropped=dropped,
             refills=refills,
-            num_refilled=num_refilled,
+            num_refilled=sum(group.refill > 0 for group in groups),
             num_missing=missing,
             windows=windows,
         )
 
-    def _begin(self, count: int, step: int, *, first: int) -> list[InFlight]:
+    def _begin(self, count: int, step: int, *, first: int, refill: int) -> list[InFlight]:
         prompts = self._source.take(count) if count else ()
-        return open_groups(prompts, run_seed=self._seed, step=step, first=first)
+        return open_groups(prompts, run_seed=self._seed, step=step, first=first, refill=refill)

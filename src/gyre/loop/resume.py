@@ -28,6 +28,7 @@ class Progress:
     done: bool = False  # the stage's last step is behind it
     source: Mapping[str, Any] | None = None  # the data cursor; None at the very start
     evals: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # metric -> before, after, n
+    evaluated_step: int = -1  # loop step of the newest evaluation; -1 before the first
     in_flight: Sequence[InFlight] = ()
 
 
@@ -62,6 +63,7 @@ def to_snapshot(progress: Progress, *, events: Mapping[str, int]) -> tuple[dict[
         "done": progress.done,
         "source": progress.source,
         "evals": {name: dict(numbers) for name, numbers in progress.evals.items()},
+        "evaluated_step": progress.evaluated_step,
         "events": dict(events),
     }
     return state, {IN_FLIGHT: encode(list(progress.in_flight))}
@@ -77,5 +79,6 @@ def from_snapshot(state: Mapping[str, Any], blobs: Mapping[str, bytes]) -> Progr
         done=bool(state["done"]),
         source=state["source"],
         evals=state["evals"],
+        evaluated_step=int(state.get("evaluated_step", state["step"])),  # older ones were written after it
         in_flight=decode(blobs[IN_FLIGHT], list[InFlight]),
     )

@@ -63,6 +63,10 @@ class Scoring:
                 task.result()
         return self._scores
 
+    def so_far(self) -> dict[str, Score]:
+        """The answers that have come, for a step that is broken off."""
+        return dict(self._scores)
+
     def account(self, *, rollout: Sequence[Interval], reference: Interval) -> dict[str, float]:
         """Seconds for a `reward.window` event."""
         rules = [(score.started_s, score.ended_s) for score in self._scores.values()]

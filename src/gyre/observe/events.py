@@ -124,6 +124,16 @@ def next_attempt(path: Path | str) -> int:
     return 1 + max((row["attempt"] for _, row in read_rows(Path(path)) if row is not None), default=0)
 
 
+def has_row(path: Path | str, attempt: int, seq: int) -> bool:
+    """Say whether a log reaches the row that a snapshot goes on from. Numbers of samples are in another file."""
+    return any(row["attempt"] == attempt and row["seq"] >= seq for _, row in read_rows(Path(path)) if row is not None)
+
+
+def count_steps(rows: Iterable[Row]) -> int:
+    """Count the steps that a run has done."""
+    return sum(row["kind"] == "step.done" for row in rows)
+
+
 def is_counted(row: Row) -> bool:
     """Say whether a row is a fallback, drop, retry or warning that the report must count. `counted` settles it."""
     kind, counted = row["kind"], row.get("counted")

@@ -117,6 +117,8 @@ class PanelProgress:
             self._live.start()
         if row["kind"] == "trace.written":  # in a terminal it scrolls by above the panel
             self._console.print("\n".join(trace_lines(row)), markup=False, highlight=False, soft_wrap=True)
+        if row["kind"] == "warn.steps_lost":
+            self._console.print(f"{row['kind']}: {event_detail(row)}", markup=False, highlight=False, soft_wrap=True)
         if row["kind"] == "run.done":
             self.close()
 

@@ -34,13 +34,18 @@ class Recital:
         self, version: int, eos_ids: frozenset[int], decode: Callable[[Sequence[int]], str] | None
     ) -> Finish | None:
         """Choose one more token under `version`; say whether it ends the completion, and why."""
-        sampling, position = self.request.sampling, len(self._tokens)
+        position = len(self._tokens)
+        if position and (finish := self._find_end(eos_ids, decode)) is not None:
+            return finish  # its beginning was a whole answer
         if position < len(self._script):
             self._tokens.append(self._script[position])
             self._logprobs.append(self._logprob)
             self._raw_logprobs.append(self._raw_logprob)
             self._versions.append(version)
-        last = self._tokens[-1:]
+        return self._find_end(eos_ids, decode)
+
+    def _find_end(self, eos_ids: frozenset[int], decode: Callable[[Sequence[int]], str] | None) -> Finish | None:
+        sampling, last = self.request.sampling, self._tokens[-1:]
         if last and (last[0] in sampling.stop_ids or (last[0] in eos_ids and not sampling.ignore_eos)):
             return "stop"
         if decode is not None and any(stop in decode(self._tokens) for stop in sampling.stop):

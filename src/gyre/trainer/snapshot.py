@@ -94,6 +94,7 @@ class SnapshotStore:
         sync_folder(aside / BLOBS)
         sync_folder(aside)
         path = self._folder / f"step-{manifest.step:08d}"
+        _refuse_foreign(path)
         if path.exists():  # a resumed run that has passed over a damaged one
             self._emit("snapshot.replaced", path=path.name)
             shutil.rmtree(path)
@@ -131,8 +132,9 @@ class SnapshotStore:
         return None
 
     def remove_leftovers(self) -> None:
-        """Remove what a save that was broken off has left."""
+        """Remove what a save that was broken off has left. SnapshotError for what no save leaves."""
         for path in sorted(self._folder.glob("writing-step-*")):
+            _refuse_foreign(path)
             self._emit("snapshot.leftover_removed", path=path.name)
             shutil.rmtree(path)
 
@@ -227,6 +229,13 @@ def join_faults(shares: Iterable[Sequence[Fault]]) -> list[Fault]:
     """What all shares found, each once: a file that is not there is seen by every share, since a node may miss one that
     another one has."""
     return list(dict.fromkeys(fault for faults in shares for fault in faults))
+
+
+def _refuse_foreign(path: Path) -> None:
+    """A save makes folders; a link or a file there is somebody else's, and stays."""
+    if path.is_symlink() or (path.exists() and not path.is_dir()):
+        what = "a link" if path.is_symlink() else "no folder"
+        raise SnapshotError(f"{path} is {what}, and a snapshot would be written there", hint="move it away")
 
 
 def step_of(path: Path) -> int:

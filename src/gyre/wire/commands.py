@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gyre.core.errors import ConfigError, InputError, RankError, SnapshotError, is_disk_full
+from gyre.cluster.guard import RAY_ENDED, Guarded
+from gyre.core.errors import ConfigError, InputError, RankError, RunStopped
 from gyre.loop.evaluate import Outcome
+from gyre.loop.stopping import StopRequest
 from gyre.observe.events import count_events
 from gyre.planner.explain import explain
 from gyre.runconfig import RunConfig
 from gyre.wire.clusters import Request, plan_shape, plan_stages_for, read_stages
 from gyre.wire.fleet import Fleet
-from gyre.wire.folders import make_run_folder
+from gyre.wire.folders import make_run_folder, refuse_unusable
 from gyre.wire.make import (
     Emit,
     check_invariant,
@@ -31,47 +34,63 @@ from gyre.wire.make import (
 )
 from gyre.wire.order import Order, read_order
 from gyre.wire.run import Run
+from gyre.wire.signals import StopSignals
 from gyre.wire.stages import check_answers_fit, expected_ranks, load_problems, plan_run, take_held_out
 
 
 def train(
-    config_path: Path | None, overrides: list[str], *, resume: Path | None, stage: str, plain: bool
+    config_path: Path | None,
+    overrides: list[str],
+    *,
+    resume: Path | None,
+    stage: str,
+    plain: bool,
+    say_stopped: Callable[[RunStopped], None],
+    guarded: Guarded | None = None,
 ) -> dict[str, Any]:
-    """Make a run folder (or go on with one), run the stages, export, report."""
+    """Make a run folder (or go on with one), run the stages, export, report. RunStopped when a signal ended it;
+    `say_stopped` prints that where the process ends at once. `guarded`: of a driver on Ray, its guard."""
     order = read_order(config_path, overrides, resume=resume, stage=stage)
+    signals = StopSignals(StopRequest(deadline_s=order.config.run.stop_deadline_s), say=say_stopped)
+    signals.install()
     fleet, folder = None, order.resume
     try:
         fleet = Fleet(order.config) if order.config.cluster.kind == "ray" else None
+        signals.install()  # Ray has put a handler in place
         if folder is None:
             assert config_path is not None
             folder = _make_folder(order.config, config_path, overrides, stage)
-        return _attempt(order, folder, plain=plain, fleet=fleet)
-    except KeyboardInterrupt:
-        if folder is None:
-            raise
-        raise KeyboardInterrupt(f"go on with: gyre train --resume {folder}") from None
+        signals.hint = f"go on with: gyre train --resume {folder}"
+        ended = None
+        if guarded is not None:
+            guarded.tell_folder(folder)
+            ended = RankError(RAY_ENDED) if guarded.number else None
+        return _attempt(order, folder, plain=plain, fleet=fleet, signals=signals, ended=ended)
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        raise signals.stopped() from None
     except OSError as error:
-        if not is_disk_full(error):
-            raise
-        raise SnapshotError(
-            f"cannot write {error.filename or folder}: {error.strerror}",
-            hint=f"free space there, then go on with: gyre train --resume {folder}",
-        ) from error
+        refuse_unusable(error, folder)
+        raise
     finally:
         if fleet is not None:
             asyncio.run(fleet.close())
+        signals.uninstall()
 
 
-def _attempt(order: Order, folder: Path, *, plain: bool, fleet: Fleet | None) -> dict[str, Any]:
-    """Run to the end. When a rank fails, again from the newest snapshot, as often as `cluster.max_restarts` says."""
-    ended: RankError | None = None
+def _attempt(
+    order: Order, folder: Path, *, plain: bool, fleet: Fleet | None, signals: StopSignals, ended: RankError | None
+) -> dict[str, Any]:
+    """Run to the end. When a rank fails, again from the newest snapshot, as often as `cluster.max_restarts` says.
+    `ended`: what the driver before this one ended with."""
     for number in range(order.config.cluster.max_restarts + 1):
-        run = Run(order.config, folder, stage=order.stage, plain=plain, fleet=fleet)
+        run = Run(order, folder, plain=plain, fleet=fleet, signals=signals)
         try:
             if ended is not None:
-                run.note_restart(ended, number)
+                run.note_restart(ended, max(1, number))
             return asyncio.run(run.go())
         except RankError as error:
+            if signals.signum:
+                raise signals.stopped(f"while a rank was lost: {error.message}") from error
             ended = error
         finally:
             run.close()

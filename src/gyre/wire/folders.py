@@ -15,13 +15,14 @@ import os
 import shutil
 import tempfile
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
-from gyre.core.errors import InputError, SnapshotError
+from gyre.core.errors import InputError, SnapshotError, is_disk_full
 from gyre.core.hub import near_folders
 from gyre.runconfig import RunConfig, load_run_config
+from gyre.wire.attempts import OVERRIDES, RESOLVED, read_changes, read_json, resolved_text, texts_of
 
-OVERRIDES = "overrides.json"
 TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # what renaming a folder onto something meets
 
 
@@ -34,6 +35,8 @@ def make_run_folder(config: RunConfig, config_path: Path, overrides: list[str], 
     try:
         shutil.copyfile(config_path, aside / "config.toml")
         (aside / OVERRIDES).write_text(json.dumps(overrides, indent=1) + "\n", encoding="utf-8")
+        given = (aside / "config.toml").read_bytes(), (aside / OVERRIDES).read_bytes()
+        (aside / RESOLVED).write_text(resolved_text(config, *given), encoding="utf-8")
         (aside / "stage.txt").write_text(stage, encoding="utf-8")
         return _give_name(aside, base)
     finally:
@@ -51,6 +54,38 @@ def _give_name(aside: Path, base: Path) -> Path:
             if error.errno not in TAKEN:  # else somebody was faster
                 raise
     raise AssertionError("numbers do not end")
+
+
+def refuse_damaged(folder: Path) -> None:
+    """SnapshotError for a run that cannot be gone on with, before anything of it is written."""
+    store, log = folder / "snapshots", folder / "events.jsonl"
+    for place in (store, *(store.iterdir() if store.is_dir() else ())):
+        if (place.exists() or place.is_symlink()) and not place.is_dir():
+            raise SnapshotError(
+                f"{place} is no folder, and snapshots would be there",
+                hint="put the folder back, or remove what is there to begin the run anew",
+            )
+    if not log.is_file() and (log.exists() or log.is_symlink()):
+        raise SnapshotError(f"{log} is no file", hint="put the run's log back")
+    if not log.exists() and any(store.glob("*/step-*")):
+        raise SnapshotError(
+            f"{folder} has snapshots, and no events.jsonl: they go on from rows of it",
+            hint=f"put the file back, or remove {store} to begin the run anew",
+        )
+
+
+def refuse_unusable(error: OSError, folder: Path | None) -> None:
+    """SnapshotError for what the disk or the rights of a run folder refuse. Other errors are nobody's word here."""
+    place = error.filename2 or error.filename
+    named = Path(os.fsdecode(place)).absolute() if isinstance(place, str | bytes) else None
+    ours = folder is not None and named is not None and named.is_relative_to(folder.absolute())
+    if not (ours or is_disk_full(error) or error.errno == errno.EROFS):
+        return
+    hint = "free space there" if is_disk_full(error) else "make the run folder whole and writable"
+    raise SnapshotError(
+        f"cannot use {named or folder}: {error.strerror or error}",
+        hint=f"{hint}, then go on with: gyre train --resume {folder}",
+    ) from error
 
 
 def hold(folder: Path) -> int | None:
@@ -71,11 +106,32 @@ def hold(folder: Path) -> int | None:
 
 
 def read_overrides(folder: Path) -> list[str]:
+    """What the command line set when the run began. SnapshotError where the folder is no run's, or damaged."""
     for name in ("config.toml", OVERRIDES, "stage.txt"):
         if not (folder / name).is_file():
             why = why_missing(folder) or f": it has no {name}"
             raise SnapshotError(f"{folder} is no run folder{why}", hint="give a folder under runs/")
-    return json.loads((folder / OVERRIDES).read_text(encoding="utf-8"))
+    return texts_of(read_json(folder / OVERRIDES), folder / OVERRIDES)
+
+
+def read_all_overrides(folder: Path) -> list[str]:
+    """Those of the first attempt, and what later ones changed."""
+    return [*read_overrides(folder), *read_changes(folder)]
+
+
+def read_stage(folder: Path, accepted: Sequence[str]) -> str:
+    """Which stages the run was asked for."""
+    path = folder / "stage.txt"
+    try:
+        stage = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SnapshotError(f"cannot read {path}: {error}", hint="put the file back as the run wrote it") from error
+    if stage not in accepted:
+        raise SnapshotError(
+            f"{path} holds {stage[:40]!r}, and must hold {' or '.join(accepted)}",
+            hint="put back what the run was begun with; without --stage that is all",
+        )
+    return stage
 
 
 def why_missing(folder: Path) -> str:
@@ -94,7 +150,7 @@ def find_model(target: Path, config_path: Path | None, overrides: list[str]) -> 
         model = target / "export"
         if not model.is_dir():
             raise InputError(f"{target} has no export yet", hint=f"finish it: gyre train --resume {target}")
-        own = read_overrides(target) if config_path is None else []  # they were made for the run's own config
+        own = read_all_overrides(target) if config_path is None else []  # they were made for the run's own config
         return model, load_run_config(config_path or target / "config.toml", [*own, *overrides])
     if not (target / "config.json").is_file():
         raise InputError(

@@ -7,6 +7,7 @@ Caller: wire.commands.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,21 +15,22 @@ from typing import Any
 import torch
 
 from gyre import __version__
-from gyre.core.errors import GyreError, RewardError, SnapshotError
+from gyre.core.errors import ConfigError, GyreError, RewardError, SnapshotError
 from gyre.loop.ports import Observers
 from gyre.loop.resume import Progress, from_snapshot
-from gyre.observe.events import EventLog, next_attempt, read_events
+from gyre.observe.events import EventLog, count_steps, has_row, next_attempt, read_events
 from gyre.observe.hardware import describe_hardware
 from gyre.observe.live import make_progress
 from gyre.observe.report import write_report
 from gyre.observe.samples import SampleLog
 from gyre.observe.spans import Spans
 from gyre.planner.plan import Plan
-from gyre.runconfig import RunConfig
 from gyre.text.tokenizer import is_misread
+from gyre.trainer.schedule import learning_rate_factor
 from gyre.trainer.snapshot import Fault, Snapshot, load
+from gyre.wire.attempts import write_changes
 from gyre.wire.fleet import Fleet, Spread
-from gyre.wire.folders import hold
+from gyre.wire.folders import hold, read_all_overrides, refuse_damaged
 from gyre.wire.goal import accuracy_metric, judge_goal
 from gyre.wire.make import (
     Facts,
@@ -42,8 +44,9 @@ from gyre.wire.make import (
     tell_ignored_keys,
     try_rewards,
 )
-from gyre.wire.order import MAIN
+from gyre.wire.order import MAIN, Order
 from gyre.wire.placement import Inline, Placement, stage_store
+from gyre.wire.signals import StopSignals
 from gyre.wire.stage import Built
 from gyre.wire.stages import Stage, StageData, load_stage_data, plan_run, plan_stages
 
@@ -67,17 +70,26 @@ class Ready:
 class Run:
     """One attempt at a run: its folder, log, model and scorer, and the stages that it goes through."""
 
-    def __init__(self, config: RunConfig, folder: Path, *, stage: str, plain: bool, fleet: Fleet | None = None) -> None:
+    def __init__(
+        self, order: Order, folder: Path, *, plain: bool, signals: StopSignals, fleet: Fleet | None = None
+    ) -> None:
         """With a `fleet` the trainer and the engines are its workers."""
-        self._config, self._folder, self._stage = config, folder, stage
+        config = order.config
+        self._order, self._config, self._folder, self._stage = order, config, folder, order.stage
+        self._signals = signals
+        refuse_damaged(folder)
         self._lock = hold(folder)
         self._events = EventLog(folder / "events.jsonl", attempt=next_attempt(folder / "events.jsonl"))
+        has_samples = (folder / "samples.jsonl").exists()
         self._samples = SampleLog(folder / "samples.jsonl", self._events)
         self._emit = self._events.emit
         self._progress = make_progress(plain=plain, history=read_events(folder / "events.jsonl"))
         self._events.subscribe(self._progress)
+        signals.close_display = self._progress.close
         self._sinks = make_sinks(config, folder, self._events)
         self._spans = Spans(self._emit)
+        if self._events.attempt > 1 and not has_samples:
+            self._emit("warn.samples_gone", reason="samples.jsonl was not there; those of earlier attempts are missing")
         if self._lock is None:
             self._emit("warn.run_not_locked", reason="the file system knows no locks")
         self._machine = make_machine(config)
@@ -88,8 +100,10 @@ class Run:
         )
 
     async def go(self) -> dict[str, Any]:
+        """RunStopped when a signal asked for it and the run has been saved."""
         try:
-            return await self._go()
+            with self._signals.task():
+                return await self._go()
         except RewardError:
             if self._config.observe.report:
                 write_report(self._folder)  # it shows what failed and how often
@@ -143,8 +157,7 @@ class Run:
                     continue
                 snapshot = load(path)
                 progress = from_snapshot(snapshot.state["loop"], snapshot.blobs)
-                position = snapshot.state["loop"]["events"]
-                self._events.fence(position["attempt"], position["seq"], step=progress.step, stage=progress.stage)
+                self._go_on(stages[at], progress, snapshot.state["loop"]["events"])
                 return at, progress, snapshot
         if faults:
             raise SnapshotError(
@@ -152,9 +165,43 @@ class Run:
                 hint=f"put the damaged files back (events.jsonl names them: snapshot.skipped), or remove "
                 f"{self._folder / 'snapshots'} to begin the run anew",
             )
+        progress = Progress(stage=stages[0].name)
         if self._events.attempt > 1:
+            self._go_on(stages[0], progress, None)
+        return 0, progress, None
+
+    def _go_on(self, stage: Stage, progress: Progress, position: Mapping[str, int] | None) -> None:
+        """Begin another attempt, and say what it does once more and does otherwise. `position`: the row of the log that
+        it goes on from; None from none, since nothing was saved."""
+        order, log = self._order, self._folder / "events.jsonl"
+        if progress.step > stage.trainer.steps:
+            raise ConfigError(
+                f"trainer.steps = {stage.trainer.steps}: the run has done {progress.step} steps of stage {stage.name}",
+                hint=f"give {progress.step} or more",
+            )
+        done = count_steps(read_events(log))
+        if position is None:
             self._events.fence(None)
-        return 0, Progress(stage=stages[0].name), None
+        else:
+            if not has_row(log, position["attempt"], position["seq"]):
+                raise SnapshotError(
+                    f"{log} ends before the snapshot of step {progress.step} of stage {progress.stage} was taken",
+                    hint=f"put the whole file back, or remove {self._folder / 'snapshots'} to begin the run anew",
+                )
+            self._events.fence(position["attempt"], position["seq"], step=progress.step, stage=progress.stage)
+        lost = done - count_steps(read_events(log))
+        changed = {key: list(pair) for key, pair in order.changed.items()}
+        self._emit("run.resumed", stage=progress.stage, step=progress.step, lost_steps=lost, changed=changed)
+        if lost:
+            self._emit("warn.steps_lost", count=lost, stage=progress.stage, resumed_step=progress.step)
+        if changed and tuple(read_all_overrides(self._folder)) != order.overrides:
+            write_changes(self._folder, self._events.attempt, order.given, changed, order.config)
+        if order.before is not None and stage.name == MAIN:
+            before = learning_rate_factor(order.before.trainer, progress.step)
+            after = learning_rate_factor(stage.trainer, progress.step)
+            if before != after:
+                peak = stage.trainer.learning_rate
+                self._emit("warn.learning_rate_moved", step=progress.step + 1, before=peak * before, after=peak * after)
 
     def _announce(self, stages: list[Stage], policy: Facts | Policy, at: int) -> None:
         config = self._config
@@ -200,12 +247,16 @@ class Run:
         built, done = Built(self._config, self._emit, self._machine.compute, rewards_log=log), False
         try:
             placed = await self._placement.begin(stage, plan, version=version, found=found)
-            parts = built.parts(placed, policy.tokenizer, data, self._observers())
-            progress = await built.loop(stage, parts).run(progress)
+            parts = built.parts(placed, policy.tokenizer, data, self._observers(), self._signals.stop)
+            with self._signals.heeded():
+                progress = await built.loop(stage, parts).run(progress)
             version, done = placed.version(), True
         finally:
             await built.close()
             await self._end(failed=not done, last=last)
+        if self._signals.stop.is_asked:
+            self._emit("run.stopped", stage=stage.name, step=progress.step, in_flight_groups=len(progress.in_flight))
+            raise self._signals.stopped(tell_place(progress))
         self._emit("stage.done", stage=stage.name, step=progress.step, version=version)
         return progress, version
 
@@ -223,8 +274,8 @@ class Run:
         free now: with fewer of them completions are preempted, which shows in the last bits of what they sample."""
         path = self._folder / ("plan.json" if stage.name == MAIN else f"plan.{stage.name}.json")
         config = self._config
-        if path.is_file():
-            pages = Plan.from_json(path.read_text(encoding="utf-8")).kv_pages
+        if path.exists() or path.is_symlink():
+            pages = _read_plan(path).kv_pages
             config = config.model_copy(update={"engine": config.engine.model_copy(update={"num_pages": pages})})
         dtype = dtype_name(self._machine)
         plan = plan_run(
@@ -281,3 +332,21 @@ class Run:
             "report": None if report is None else str(report),
             "goal": judge_goal(self._config, self._stage, evals),
         }
+
+
+def _read_plan(path: Path) -> Plan:
+    try:
+        return Plan.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, RecursionError, SnapshotError) as error:
+        reason = error.message if isinstance(error, SnapshotError) else str(error)
+        raise SnapshotError(
+            f"cannot read {path}: {reason}",
+            hint="put the file back; without it the run is planned anew, and with another number of KV pages the last "
+            "bits of what is sampled may differ",
+        ) from error
+
+
+def tell_place(progress: Progress) -> str:
+    """Where a run that was stopped stands, for people."""
+    begun = f"; {len(progress.in_flight)} groups of rollouts in flight are saved" if progress.in_flight else ""
+    return f"after step {progress.step} of stage {progress.stage}{begun}"

@@ -11,6 +11,7 @@ from gyre.core.seeds import derive_seed
 from gyre.loop.controller import Ring, RingConfig
 from gyre.loop.offline import OfflineConfig, OfflineLoop
 from gyre.loop.ports import Observers, Parts, StageSpec, TextPort
+from gyre.loop.stopping import StopRequest
 from gyre.objectives.config import needs_rollouts
 from gyre.rewards.score import RuleScorer
 from gyre.runconfig import RunConfig
@@ -27,7 +28,7 @@ class Built:
         self._config, self._emit, self._compute, self._rewards_log = config, emit, compute, rewards_log
         self._scorer: RuleScorer | None = None
 
-    def parts(self, placed: Placed, text: TextPort, data: StageData, observers: Observers) -> Parts:
+    def parts(self, placed: Placed, text: TextPort, data: StageData, observers: Observers, stop: StopRequest) -> Parts:
         if placed.engine is not None:
             self._scorer = make_scorer(self._config, self._emit, log=self._rewards_log)
         return Parts(
@@ -42,6 +43,7 @@ class Built:
             scorer=self._scorer,
             eval_prompts=data.eval_prompts if placed.engine is not None else (),
             eval_batch=data.eval_batch,
+            stop=stop,
         )
 
     def loop(self, stage: Stage, parts: Parts) -> Ring | OfflineLoop:

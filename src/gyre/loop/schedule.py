@@ -1,0 +1,68 @@
+"""Schedule: what happens between the steps of a stage. In: where the stage stands, what the loop can do. Out: where it
+stands at its end, or where it was asked to stop. Callers: loop.controller, loop.offline.
+
+    step ─▶ evaluation, if due ─▶ snapshot, if due ─▶ step …        a stop: snapshot, and no further step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+
+from gyre.loop.resume import Progress, is_due
+from gyre.loop.stopping import StepUnfinished, StopRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What a loop can do with its progress. `step` and `evaluate` raise StepUnfinished where a stop breaks them off."""
+
+    step: Callable[[Progress], Awaitable[Progress]]
+    evaluate: Callable[[Progress, str], Awaitable[Progress]]  # "before" or "after"
+    save: Callable[[Progress], Awaitable[None]]
+    keep_unfinished: Callable[[Progress], Progress]  # adds what a step that was broken off has
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rhythm:
+    """Steps of the stage, and how many lie between two evaluations and two snapshots (0: only those at the end)."""
+
+    steps: int
+    eval_every_steps: int
+    snapshot_every_steps: int
+
+
+async def run_steps(progress: Progress, turn: Turn, rhythm: Rhythm, stop: StopRequest) -> Progress:
+    """Go on from `progress`, which needs no saving, to the end of the stage: then `done` is true. A stop ends it
+    sooner, with what there is saved; an evaluation that is left out for it comes first when the run goes on."""
+    saved = progress
+    while True:
+        last = progress.step >= rhythm.steps
+        try:
+            if not stop.is_asked and is_evaluation_due(progress, rhythm):
+                when = "before" if progress.evaluated_step < 0 else "after"
+                progress = replace(await turn.evaluate(progress, when), evaluated_step=progress.step)
+            ends = last and progress.evaluated_step == progress.step
+            due = progress.step > saved.step and is_due(progress.step, rhythm.snapshot_every_steps)
+            if due or (ends and not progress.done):
+                saved = progress = replace(progress, done=ends)
+                await turn.save(progress)
+            if ends:
+                return progress
+            if not stop.is_asked:
+                progress = replace(await turn.step(progress), done=False)
+        except StepUnfinished:
+            progress = turn.keep_unfinished(progress)
+        if stop.is_asked:
+            stop.saving = True
+            if progress is not saved:
+                await turn.save(progress)
+            return progress
+
+
+def is_evaluation_due(progress: Progress, rhythm: Rhythm) -> bool:
+    """Before the first step, after every so many, and after the last; each once."""
+    if progress.evaluated_step == progress.step:
+        return False
+    first, last = progress.evaluated_step < 0, progress.step >= rhythm.steps
+    return first or last or is_due(progress.step, rhythm.eval_every_steps)

@@ -1,0 +1,74 @@
+"""Stopping: a run is asked to end, and the loop looks where it can. In: a request from a signal. Out: whether to go on,
+and waits that end with the request's deadline. Callers: loop.controller, loop.offline, loop.resume, wire.
+
+    request ──▶ the step in flight ends ──▶ snapshot                 before the deadline
+            └─▶ rollouts are broken off and kept ──▶ snapshot        at the deadline: the last update stands
+
+What computes (a training pass, a snapshot) is never broken off here: `wire.signals` ends a process that is still at it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+
+class StepUnfinished(Exception):
+    """The deadline of a stop has passed in the middle of a step. What the step had is kept by whoever catches this."""
+
+
+class StopRequest:
+    """Asked once, from a signal handler in the event loop's thread or from the loop itself; never taken back."""
+
+    def __init__(self, *, deadline_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """`deadline_s`: seconds that the step in flight may take from the request on."""
+        self.deadline_s = deadline_s
+        self.saving = False  # the step in flight has ended, or was broken off: what follows is not bounded
+        self._clock = clock
+        self._until_s: float | None = None
+        self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+
+    @property
+    def is_asked(self) -> bool:
+        return self._until_s is not None
+
+    def ask(self) -> None:
+        if self._until_s is None:
+            self._until_s = self._clock() + self.deadline_s
+            for loop, event in self._waiting:
+                loop.call_soon_threadsafe(event.set)
+
+    def remaining_s(self) -> float:
+        """Seconds that the step in flight still has; without a request it has all it wants."""
+        return float("inf") if self._until_s is None else max(0.0, self._until_s - self._clock())
+
+    async def within(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """The result of `work`. StepUnfinished when the deadline of a stop passes first: it is cancelled, and has ended
+        when this raises. Waits for: `work`, by its own deadline; the request."""
+        task = asyncio.ensure_future(work)
+        asked = asyncio.Event()
+        entry = (asyncio.get_running_loop(), asked)
+        self._waiting.append(entry)
+        alarm = asyncio.ensure_future(self._expire(asked))
+        try:
+            await asyncio.wait((task, alarm), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                task.cancel()
+                await asyncio.wait((task,))
+                if task.cancelled():
+                    raise StepUnfinished
+            return task.result()
+        finally:
+            self._waiting.remove(entry)
+            for one in (task, alarm):
+                one.cancel()
+            await asyncio.gather(task, alarm, return_exceptions=True)
+
+    async def _expire(self, asked: asyncio.Event) -> None:
+        if not self.is_asked:
+            await asked.wait()
+        await asyncio.sleep(self.remaining_s())

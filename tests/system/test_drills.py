@@ -1,0 +1,58 @@
+"""Drills: processes of a run are killed at random moments, from outside, and its end is bit for bit the same. The
+moments follow from a seed; what the run was doing then does not. Ranks have theirs in test_cluster_runs."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from system_runs import Command, Story, gyre, read_story, write_config
+
+SETS = {"trainer.steps": 8, "snapshot.every_steps": 2, "eval.num_problems": 4, "cold_start.steps": 2}
+KILLS = 5
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Story:
+    folder = tmp_path_factory.mktemp("whole")
+    answer = gyre("train", write_config(folder, SETS), "--plain", folder=folder)
+    assert answer.code == 0, answer.err
+    return read_story(folder / "runs" / "tiny")
+
+
+def nursery_of(command: Command) -> list[psutil.Process]:
+    """The process that forks reward workers, while there is one."""
+    assert command.process.pid is not None
+    with contextlib.suppress(psutil.NoSuchProcess):
+        children = psutil.Process(command.process.pid).children()
+        return [child for child in children if "gyre.rewards.worker" in child.cmdline()]
+    return []
+
+
+def test_the_ring_and_the_nursery_are_killed_at_random(tmp_path: Path, whole: Story) -> None:
+    draws, run = random.Random(14), tmp_path / "runs" / "tiny"
+    command, killed = (
+        Command("train", write_config(tmp_path, SETS), "--plain", folder=tmp_path),
+        {"ring": 0, "nursery": 0},
+    )
+    while sum(killed.values()) < KILLS and command.process.exitcode is None:
+        time.sleep(draws.uniform(0.1, 1.0))
+        if draws.random() < 0.5:
+            for nursery in nursery_of(command):
+                nursery.kill()
+                killed["nursery"] += 1
+            continue
+        if command.process.exitcode is None and (run / "config.toml").exists():
+            command.kill()
+            answer = command.wait()
+            assert answer.code == -9 and not answer.left_behind, answer.err
+            killed["ring"] += 1
+            command = Command("train", "--resume", run, "--plain", folder=tmp_path)
+    answer = command.wait()
+    assert answer.code == 0 and not answer.left_behind, answer.err
+    assert sum(killed.values()) > 0
+    assert read_story(run) == whole
