@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import random
 import time
+from collections import Counter
 from pathlib import Path
 
 import psutil
@@ -24,35 +25,37 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Story:
     return read_story(folder / "runs" / "tiny")
 
 
-def nursery_of(command: Command) -> list[psutil.Process]:
-    """The process that forks reward workers, while there is one."""
-    assert command.process.pid is not None
+def reward_processes(command: Command) -> dict[str, list[psutil.Process]]:
+    """The guard of the rewards, the nursery that it forked, and the nursery's workers, as far as they are there."""
     with contextlib.suppress(psutil.NoSuchProcess):
         children = psutil.Process(command.process.pid).children()
-        return [child for child in children if "gyre.rewards.worker" in child.cmdline()]
-    return []
+        guards = [child for child in children if "gyre.rewards.guard" in child.cmdline()]
+        nurseries = [child for guard in guards for child in guard.children()]
+        return {
+            "guard": guards,
+            "nursery": nurseries,
+            "worker": [child for nursery in nurseries for child in nursery.children()],
+        }
+    return {}
 
 
-def test_the_ring_and_the_nursery_are_killed_at_random(tmp_path: Path, whole: Story) -> None:
+def test_the_ring_and_the_rewards_processes_are_killed_at_random(tmp_path: Path, whole: Story) -> None:
     draws, run = random.Random(14), tmp_path / "runs" / "tiny"
-    command, killed = (
-        Command("train", write_config(tmp_path, SETS), "--plain", folder=tmp_path),
-        {"ring": 0, "nursery": 0},
-    )
-    while sum(killed.values()) < KILLS and command.process.exitcode is None:
+    command, killed = Command("train", write_config(tmp_path, SETS), "--plain", folder=tmp_path), Counter[str]()
+    while killed.total() < KILLS and command.process.exitcode is None:
         time.sleep(draws.uniform(0.1, 1.0))
-        if draws.random() < 0.5:
-            for nursery in nursery_of(command):
-                nursery.kill()
-                killed["nursery"] += 1
-            continue
-        if command.process.exitcode is None and (run / "config.toml").exists():
+        victim = draws.choice(["ring", "guard", "nursery", "worker"])
+        for process in reward_processes(command).get(victim, [])[:1]:
+            with contextlib.suppress(psutil.NoSuchProcess):  # it ended by itself meanwhile
+                process.kill()
+                killed[victim] += 1
+        if victim == "ring" and command.process.exitcode is None and (run / "config.toml").exists():
             command.kill()
             answer = command.wait()
             assert answer.code == -9 and not answer.left_behind, answer.err
-            killed["ring"] += 1
+            killed[victim] += 1
             command = Command("train", "--resume", run, "--plain", folder=tmp_path)
     answer = command.wait()
     assert answer.code == 0 and not answer.left_behind, answer.err
-    assert sum(killed.values()) > 0
+    assert killed.total() > 0
     assert read_story(run) == whole

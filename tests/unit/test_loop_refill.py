@@ -16,7 +16,9 @@ from gyre.loop.accuracy import AccuracyMetric
 from gyre.loop.config import EvalConfig
 from gyre.loop.refill import filter_metric, is_equal, num_missing, why_filtered_by_score
 from gyre.loop.resume import from_snapshot
+from gyre.loop.stopping import StopRequest
 from gyre.objectives.config import GrpoConfig, PpoConfig
+from gyre.testing.config import FakeEngineConfig
 
 RIGHT = AccuracyMetric(part="answer", threshold=1.0)
 DAPO = GrpoConfig(variant="dapo")
@@ -160,6 +162,33 @@ def test_a_resumed_run_refills_as_the_run_that_never_stopped(tmp_path, cap, stop
     assert resumed.source == whole.source
     assert in_flight(second.shelf.kept[6]) == in_flight(straight.shelf.kept[6])
     assert bool(in_flight(straight.shelf.kept[6])) == bool(cap)
+
+
+@pytest.mark.parametrize("cap", [0, 3], ids=["whole", "partial"])
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_a_step_broken_off_amid_refills_goes_on_with_its_rounds(tmp_path, cap, step):
+    """The stop, which leaves no time, comes as a completion is scored in the first refill of this step or later."""
+    settings = refilled(2, max_tokens_per_iteration=cap) | {"steps": 6, "table": rarely_right}
+    straight = Bench(tmp_path / "straight", **settings)
+    turn(straight)
+    stop = StopRequest(deadline_s=0.0)
+
+    def judge(rollout):
+        rounds = {int(group.group_id.split(".")[0]) for group in stopped.ring._open if group.refill}
+        if max(rounds, default=0) >= step:
+            stop.ask()
+        return rarely_right(rollout)
+
+    slow = FakeEngineConfig(token_delay_s=0.003)
+    stopped = Bench(tmp_path / "stopped", stop=stop, engine=slow, **(settings | {"table": judge}))
+    turn(stopped)
+    assert stopped.rows("step.broken_off") and any(group.refill for group in stopped.ring._open)
+    again = Bench(tmp_path / "stopped", **settings)
+    turn(again, kept=stopped.shelf.kept[max(stopped.shelf.kept)])
+    assert again.steps() == straight.steps() and again.sample_rows() == straight.sample_rows()
+    assert [row["missing"] for row in again.rows("rollouts.refills_exhausted")] == [
+        row["missing"] for row in straight.rows("rollouts.refills_exhausted")
+    ]
 
 
 def in_flight(kept):
