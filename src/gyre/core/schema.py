@@ -44,10 +44,12 @@ def check(content: Mapping[str, Any], schema: type[S], where: str) -> S:
 def _in_file(place: tuple[int | str, ...], content: Any) -> list[int | str]:
     """The part of a place that the file has: a place also names members of unions."""
     names: list[int | str] = [place[0]]
-    inside = content.get(place[0])
+    inside: Any = content.get(place[0])
     for part in place[1:]:
-        in_table = isinstance(inside, Mapping) and part in inside
-        if in_table or (isinstance(inside, list) and isinstance(part, int) and part < len(inside)):
+        if isinstance(inside, Mapping) and part in inside:
+            inside = inside[part]
+            names.append(part)
+        elif isinstance(inside, list) and isinstance(part, int) and part < len(inside):
             inside = inside[part]
             names.append(part)
     return names

@@ -15,6 +15,7 @@ MOST_NODES = 100_000
 MOST_CHARS = 1 << 19  # of all texts in one value
 MOST_INT_BITS = 1 << 18
 MOST_DEPTH = 150
+SEQUENCES: tuple = ((list, "list"), (tuple, "tuple"), (set, "set"), (frozenset, "set"))
 LISTS = (
     "deque",
     "range",
@@ -61,7 +62,7 @@ def plain(value, room, depth=0):
         return ["bytes", plain(value.hex(), room, depth)]
     if isinstance(value, dict):
         return ["dict", *(plain(each, room, depth + 1) for pair in dict.items(value) for each in pair)]
-    for kind, tag in ((list, "list"), (tuple, "tuple"), (set, "set"), (frozenset, "set")):
+    for kind, tag in SEQUENCES:
         if isinstance(value, kind):
             return [tag, *(plain(item, room, depth + 1) for item in kind.__iter__(value))]
     if hasattr(value, "tolist"):
