@@ -46,11 +46,10 @@ def _in_file(place: tuple[int | str, ...], content: Any) -> list[int | str]:
     names: list[int | str] = [place[0]]
     inside: Any = content.get(place[0])
     for part in place[1:]:
-        if isinstance(inside, Mapping) and part in inside:
-            inside = inside[part]
-            names.append(part)
-        elif isinstance(inside, list) and isinstance(part, int) and part < len(inside):
-            inside = inside[part]
+        in_table = isinstance(inside, Mapping) and part in inside
+        if in_table or (isinstance(inside, list) and isinstance(part, int) and part < len(inside)):
+            key: Any = part
+            inside = inside[key]
             names.append(part)
     return names
 
