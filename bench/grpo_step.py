@@ -1,5 +1,6 @@
-"""One GRPO step on a CPU, against TRL: rollout, rewards, reference pass, update, weights back. In: nothing, or a peer's
-environment. Out: median seconds per step, ours and TRL's on the same model and sizes. Run: python bench/grpo_step.py.
+"""One GRPO step on a CPU, against TRL in the same call: rollout, rewards, reference pass, update, weights back. In: the
+first time, the package index, for the peer's environment. Out: median seconds per step, ours and TRL's on the same
+model and sizes. Run: python bench/grpo_step.py.
 
 3.3 M-parameter Qwen3, 32 prompts × 8 completions of exactly 128 tokens, KL 0.04. Ours is measured by `gyre train`
 itself, from its events. The limit is the time of the matrix products alone, run one after the other at their own sizes.
@@ -26,6 +27,7 @@ from gyre.models.spec import ModelSpec
 from gyre.observe.events import read_events
 from gyre.text.tokenizer import train_tokenizer
 from gyre.wire.commands import train
+from peers.environment import peer_python
 from record import kept_peer, parser, say
 
 HERE = Path(__file__).parent
@@ -40,22 +42,19 @@ WARM_UP = 2  # steps left out of the median: allocations, first touches
 
 def main() -> None:
     options = parser(__doc__ or "")
-    options.add_argument(
-        "--peer-venv", type=Path, help="environment with trl 1.16; without it the kept record is shown"
-    )
+    options.add_argument("--kept-peer", action="store_true", help="measure no peer: show the record's, not comparable")
     options.add_argument("--steps", type=int, default=7)
     options.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
     options.add_argument("--peer-dtype", choices=("float32", "bfloat16"), default="bfloat16")
     options.add_argument("--peer-micro-batches", type=int, default=1)
     args = options.parse_args()
+    python = None if args.kept_peer else peer_python("trl")
     threads = torch.get_num_threads()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         prompts = make_model(folder)
         ours = run_ours(folder, args.dtype, args.steps)
-        peer = kept_peer("grpo_step")
-        if args.peer_venv is not None:
-            peer = run_peer(folder, args, prompts, threads)
+        peer = kept_peer("grpo_step") if python is None else run_peer(python, folder, args, prompts, threads)
     say(
         args,
         name="grpo_step",
@@ -64,7 +63,7 @@ def main() -> None:
         peer=peer,
         limit=matrix_seconds(torch.bfloat16 if ours["dtype"] == "bfloat16" else torch.float32, ours["tokens"]),
         settings={"prompts": PROMPTS, "completions": GROUP, "tokens": TOKENS, "kl": KL, "threads": threads},
-        detail=ours,
+        detail={**ours, "load_average_1min": round(os.getloadavg()[0], 2)},
     )
 
 
@@ -137,7 +136,7 @@ sample_groups_per_step = 0
     }
 
 
-def run_peer(folder: Path, args: Any, prompts: list[str], threads: int) -> dict[str, Any]:
+def run_peer(python: Path, folder: Path, args: Any, prompts: list[str], threads: int) -> dict[str, Any]:
     settings = {
         "model": str(folder / "model"), "folder": str(folder / "trl"), "prompts": prompts, "threads": threads,
         "dtype": args.peer_dtype, "prompts_per_step": PROMPTS, "completions_per_prompt": GROUP, "max_tokens": TOKENS,
@@ -147,7 +146,7 @@ def run_peer(folder: Path, args: Any, prompts: list[str], threads: int) -> dict[
     path.write_text(json.dumps(settings))
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     ran = subprocess.run(
-        [str(args.peer_venv / "bin" / "python"), str(HERE / "peers" / "trl_grpo.py"), str(path)],
+        [str(python), str(HERE / "peers" / "trl_grpo.py"), str(path)],
         capture_output=True, text=True, env=environment, timeout=1800,
     )  # fmt: skip
     if ran.returncode != 0:

@@ -27,12 +27,14 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 def kept_peer(name: str) -> dict[str, Any] | None:
-    """The peer of an earlier record, marked as such."""
+    """The peer of an earlier record, marked as such: what else ran then, and on which machine, is not what runs beside
+    ours."""
     path = RECORDS / f"{name}.json"
     if not path.is_file():
         return None
     record = json.loads(path.read_text())
-    return {**record["peer"], "kept_from": record["date"]} if record.get("peer") else None
+    peer = record.get("peer")
+    return {**peer, "kept_from": peer.get("kept_from", record["date"])} if peer else None
 
 
 def say(
@@ -61,8 +63,10 @@ def show(result: dict[str, Any], args: argparse.Namespace) -> None:
     name, unit, ours, peer = (result[key] for key in ("name", "unit", "ours", "peer"))
     print(f"{name}: ours {ours:.4g} {unit}")
     if peer is not None:
-        kept = f" (kept from {peer['kept_from']})" if "kept_from" in peer else ""
-        print(f"  peer {peer['name']}: {peer['value']:.4g} {unit}{kept}; ours / peer = {ours / peer['value']:.3f}")
+        against = f"ours / peer = {ours / peer['value']:.3f}"
+        if "kept_from" in peer:
+            against = f"not comparable: kept from {peer['kept_from']}, of another run and perhaps another machine"
+        print(f"  peer {peer['name']}: {peer['value']:.4g} {unit}; {against}")
     if result["limit"] is not None:
         print(f"  limit: {result['limit']:.4g} {unit}")
     for key, value in result["detail"].items():
