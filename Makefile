@@ -8,7 +8,7 @@ GYRE := $(BIN)/gyre
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: demo install install-dev test test-all test-failed peers check gpu-test bench bench-gpu bench-gpus clean
+.PHONY: demo install install-dev test test-all test-failed peers test-quick test-every check style types gpu-test bench bench-gpu bench-gpus clean
 
 demo: install
 	$(GYRE) train configs/arith_grpo_cpu.toml --check-goal
@@ -33,22 +33,33 @@ $(PEERS)/.installed: tests/peers/environment.py $(VENV)/.installed-dev
 	$(BIN)/python tests/peers/environment.py $(PEERS)
 	touch $@
 
-check: install-dev
+check: style types
+
+style: install-dev
 	$(BIN)/ruff check src tests bench
 	$(BIN)/ruff format --check src tests bench
 	$(BIN)/lint-imports
+
+types: install-dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-test: check
+# Types are checked beside the tests: that takes a minute of one core, and a fault in either fails the whole.
+test: style
+	$(MAKE) --jobs 2 types test-quick
+
+test-quick: install-dev
 	$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not gpu"
 
 # Without the package index the tests that need the peers fail, each with the reason; the others still run.
-test-all: check
+test-all: style
 	-$(MAKE) peers
+	$(MAKE) --jobs 2 types test-every
+
+test-every: install-dev
 	$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not gpu"
 
-# What failed in the last run, with nothing beside it.
-test-failed: install-dev
+# What failed in the last run, with nothing beside it; style and types again, since only tests may fail by chance.
+test-failed: check
 	$(PYTEST) -m "not gpu" --last-failed --last-failed-no-failures none -rA
 
 gpu-test:

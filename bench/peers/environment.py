@@ -49,8 +49,8 @@ def peer_python(name: str) -> Path:
         make(folder, RECIPES[name])
     except subprocess.CalledProcessError as error:
         raise SystemExit(
-            f"the peer's environment could not be made: pip or venv ended with {error.returncode}, see above. "
-            "It needs the package index; --kept-peer measures ours alone and shows the peer of the record"
+            f"the peer's environment could not be made, which needs the package index:\n{error.stderr[-3000:]}\n"
+            "--kept-peer measures ours alone and shows the peer of the record"
         ) from error
     (folder / STAMP).write_text(stamp)
     return python
@@ -64,18 +64,17 @@ def stamp_of(recipe: Recipe) -> str:
 
 def make(folder: Path, recipe: Recipe) -> None:
     """Make the environment in `folder`, from scratch. A command that fails raises CalledProcessError."""
-    subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder)], check=True)
+    run([sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder)])
     python = str(folder / "bin" / "python")
-    where = ask(python, "import json, sysconfig; print(json.dumps(sysconfig.get_path('purelib')))")
+    where = run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]).strip()
     (Path(where) / "bench_venv.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    pip = [sys.executable, "-m", "pip", "--python", python, "--quiet", "--disable-pip-version-check", "install"]
-    subprocess.run([*pip, *recipe.packages], check=True)
+    install = [sys.executable, "-m", "pip", "--python", python, "--quiet", "--disable-pip-version-check", "install"]
+    run([*install, *recipe.packages])
     if recipe.without_torch:
-        subprocess.run([*pip, "--no-deps", recipe.without_torch], check=True)
+        run([*install, "--no-deps", recipe.without_torch])
         package = recipe.without_torch.partition("==")[0]
-        program = f"import importlib.metadata, json; print(json.dumps(importlib.metadata.requires('{package}')))"
-        needs = ask(python, program)
-        subprocess.run([*pip, *(need for need in needs if is_plain_need(need))], check=True)
+        program = f"import importlib.metadata as m; print(*m.requires('{package}'), sep='\\n')"
+        run([*install, *filter(is_plain_need, run([python, "-c", program]).splitlines())])
 
 
 def is_plain_need(requirement: str) -> bool:
@@ -83,6 +82,6 @@ def is_plain_need(requirement: str) -> bool:
     return "extra ==" not in requirement and not requirement.startswith("torch")
 
 
-def ask(python: str, program: str):
-    """What a program of one line prints as JSON."""
-    return json.loads(subprocess.check_output([python, "-c", program], text=True))
+def run(command: list[str]) -> str:
+    """What a command prints; pip's warnings on stderr are shown only if it fails."""
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout

@@ -19,6 +19,7 @@ SOURCE = Path(gyre.__file__).parents[1]
 HERE = Path(__file__).parent
 WALL_S = 1.5  # of drill.py
 MODES = ("strong", "bubblewrap", "weak")
+QUICK = {("strong", "own"), ("strong", "ordinary"), ("weak", "own")}
 REFUSED = {  # program: a call that must be among the refused ones
     "semget": "semget", "msgget": "msgget", "shmget": "shmget", "mq_open": "mq_open", "memfd": "memfd_create",
     "memfd_secret": "memfd_secret", "socket_buffers": "setsockopt(level 1, option 32)", "vmsplice": "vmsplice",
@@ -69,8 +70,14 @@ def _ordinary() -> tuple[list[str], str]:
     return prefix, python
 
 
-@pytest.mark.parametrize("user", ["own", "ordinary"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "user"),
+    [
+        pytest.param(mode, user, marks=() if (mode, user) in QUICK else pytest.mark.slow)
+        for mode in MODES
+        for user in ("own", "ordinary")
+    ],
+)
 def test_hostile_programs_are_bounded_and_leave_nothing(mode, user):
     if user == "ordinary" and os.geteuid() != 0:
         pytest.skip("this is an ordinary user already")

@@ -55,7 +55,9 @@ def outside(tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize("mode", ["strong", "bubblewrap", "weak"])
+@pytest.mark.parametrize(
+    "mode", ["strong", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("bubblewrap", "weak"))]
+)
 def test_ordinary_programs_print_as_outside(outside, mode):
     assert len(PROGRAMS) >= 200
     cell = Cell(mode)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,6 +51,17 @@ def begin(folder: Path) -> Path:
     run = folder / "runs" / "tiny"
     assert [path.name for path in snapshots_of(run)] == ["step-00000001", "step-00000002"]
     return run
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return begin(tmp_path_factory.mktemp("killed"))
+
+
+@pytest.fixture
+def run(tmp_path: Path, killed: Path) -> Path:
+    """A copy of such a run."""
+    return shutil.copytree(killed, tmp_path / "tiny")
 
 
 def go_on(run: Path, folder: Path, *argv: str, file_bytes: int = 0) -> Answer:
@@ -113,8 +125,7 @@ def test_disk_fills_during_the_export(small_disk: Path, whole: Story) -> None:
     assert read_story(run) == whole
 
 
-def test_a_file_may_grow_no_further(tmp_path: Path, whole: Story) -> None:
-    run = begin(tmp_path)
+def test_a_file_may_grow_no_further(tmp_path: Path, run: Path, whole: Story) -> None:
     answer = go_on(run, tmp_path, "--json", file_bytes=200_000)
     check_refusal(answer, run)
     assert "File too large" in answer.err
@@ -129,9 +140,17 @@ def flip_a_byte(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("name", ["rank-00000.safetensors", "state.json", "blobs/in_flight.msgpack", "manifest.json"])
-def test_a_damaged_snapshot_is_passed_over(tmp_path: Path, whole: Story, name: str) -> None:
-    run = begin(tmp_path)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "rank-00000.safetensors",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("state.json", "blobs/in_flight.msgpack", "manifest.json")
+        ),
+    ],
+)
+def test_a_damaged_snapshot_is_passed_over(tmp_path: Path, run: Path, whole: Story, name: str) -> None:
     flip_a_byte(snapshots_of(run)[-1] / name)
     answer = go_on(run, tmp_path)
     assert answer.code == 0, answer.err
@@ -141,8 +160,7 @@ def test_a_damaged_snapshot_is_passed_over(tmp_path: Path, whole: Story, name: s
 
 
 @pytest.mark.slow
-def test_without_a_whole_snapshot_it_goes_back_to_the_stage_before(tmp_path: Path, whole: Story) -> None:
-    run = begin(tmp_path)
+def test_without_a_whole_snapshot_it_goes_back_to_the_stage_before(tmp_path: Path, run: Path, whole: Story) -> None:
     for snapshot in snapshots_of(run):
         (snapshot / "state.json").unlink()
     answer = go_on(run, tmp_path)
@@ -151,8 +169,7 @@ def test_without_a_whole_snapshot_it_goes_back_to_the_stage_before(tmp_path: Pat
     assert read_story(run) == whole
 
 
-def test_without_any_whole_snapshot_the_run_says_what_to_do(tmp_path: Path) -> None:
-    run = begin(tmp_path)
+def test_without_any_whole_snapshot_the_run_says_what_to_do(tmp_path: Path, run: Path) -> None:
     for snapshot in run.glob("snapshots/*/step-*"):
         flip_a_byte(snapshot / "rank-00000.safetensors")
     answer = go_on(run, tmp_path, "--json")

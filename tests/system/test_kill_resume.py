@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,17 +50,32 @@ VARIANTS: dict[str, Mapping[str, Any]] = {
     },
 }
 OFFLINE: dict[str, Mapping[str, Any]] = {
-    "sft": {"objective.kind": "sft"},
-    "rm": {"objective.kind": "rm"},
-    "dpo_offline": {"objective.kind": "dpo", "objective.pairs": "offline"},
+    name: {"cold_start": None, "snapshot.every_steps": 1, **sets}
+    for name, sets in {
+        "sft": {"objective.kind": "sft"},
+        "rm": {"objective.kind": "rm"},
+        "dpo_offline": {"objective.kind": "dpo", "objective.pairs": "offline"},
+    }.items()
 }
 NO_COLD_START = {"cold_start": None}
 
 
-def uninterrupted(folder: Path, sets: Mapping[str, Any]) -> Story:
-    answer = gyre("train", write_config(folder, {**sets, "run.name": "whole"}), "--plain", folder=folder)
-    assert answer.code == 0, answer.err
-    return read_story(folder / "runs" / "whole")
+Finished = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """The run of a variant that nothing interrupted, made once; its tests do not write into it."""
+
+    @cache
+    def run_of(name: str) -> Path:
+        folder = tmp_path_factory.mktemp("whole")
+        sets = {**VARIANTS, **OFFLINE}[name]
+        answer = gyre("train", write_config(folder, {**sets, "run.name": "whole"}), "--plain", folder=folder)
+        assert answer.code == 0, answer.err
+        return folder / "runs" / "whole"
+
+    return run_of
 
 
 def begin(folder: Path, sets: Mapping[str, Any], fault: Fault | None = None) -> Command:
@@ -82,9 +99,9 @@ def check_killed(command: Command) -> None:
     assert not answer.left_behind, "a killed run leaves no process behind"
 
 
-def kill_and_compare(folder: Path, sets: Mapping[str, Any], faults: list[Fault]) -> None:
-    whole = uninterrupted(folder, sets)
-    check_killed(begin(folder, sets, faults[0]))
+def kill_and_compare(folder: Path, finished: Finished, name: str, faults: list[Fault]) -> None:
+    whole = read_story(finished(name))
+    check_killed(begin(folder, {**VARIANTS, **OFFLINE}[name], faults[0]))
     for fault in faults[1:]:
         check_killed(resume(folder, fault))
     story = go_on_to_the_end(folder)
@@ -92,42 +109,43 @@ def kill_and_compare(folder: Path, sets: Mapping[str, Any], faults: list[Fault])
     assert story.num_attempts == len(faults) + 1
 
 
-@pytest.mark.parametrize("name", ["grpo", "partial", "kl", "cached_prefixes"])
-def test_killed_twice(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["grpo", "partial", *(pytest.param(name, marks=pytest.mark.slow) for name in ("kl", "cached_prefixes"))]
+)
+def test_killed_twice(tmp_path: Path, finished: Finished, name: str) -> None:
     """Once in a rollout of step 4, once after step 5 and before its snapshot."""
     faults = [
         Fault(point="event", match="phase.started rollout", number=4),
         Fault(point="event", match="step.done", number=2),
     ]
-    kill_and_compare(tmp_path, VARIANTS[name], faults)
+    kill_and_compare(tmp_path, finished, name, faults)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name for name in VARIANTS if name not in ("grpo", "partial", "kl", "cached_prefixes")]
 )
-def test_killed_twice_in_other_runs(tmp_path: Path, name: str) -> None:
+def test_killed_twice_in_other_runs(tmp_path: Path, finished: Finished, name: str) -> None:
     faults = [
         Fault(point="event", match="phase.started rollout", number=4),
         Fault(point="event", match="step.done", number=1),
     ]
-    kill_and_compare(tmp_path, VARIANTS[name], faults)
+    kill_and_compare(tmp_path, finished, name, faults)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OFFLINE)
-def test_killed_twice_without_rollouts(tmp_path: Path, name: str) -> None:
+def test_killed_twice_without_rollouts(tmp_path: Path, finished: Finished, name: str) -> None:
     faults = [
         Fault(point="event", match="phase.started train", number=4),
         Fault(point="event", match="step.done", number=1),
     ]
-    kill_and_compare(tmp_path, {**OFFLINE[name], "cold_start": None, "snapshot.every_steps": 1}, faults)
+    kill_and_compare(tmp_path, finished, name, faults)
 
 
-def test_partial_rollouts_cross_the_snapshot(tmp_path: Path) -> None:
+def test_partial_rollouts_cross_the_snapshot(finished: Finished) -> None:
     """The property that the comparison above needs: something was in flight when the run was killed."""
-    gyre("train", write_config(tmp_path, VARIANTS["partial"]), "--plain", folder=tmp_path)
-    run = tmp_path / "runs" / "tiny"
+    run = finished("partial")
     assert len(events_of(run, "rollouts.carried")) >= 4
     samples = read_story(run).samples
     assert samples and max(len(sample["tokens"]) for sample in samples) > 10
@@ -168,19 +186,20 @@ POINTS = {
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Story:
-    return uninterrupted(tmp_path_factory.mktemp("whole"), {})
+def whole(finished: Finished) -> Story:
+    return read_story(finished("grpo"))
 
 
-@pytest.mark.parametrize("where", ["half a line", "snapshot, state", "snapshot, rename", "between the stages"])
+QUICK_POINTS = ("half a line", "snapshot, rename")
+
+
+@pytest.mark.parametrize("where", QUICK_POINTS)
 def test_killed_at(tmp_path: Path, whole: Story, where: str) -> None:
     killed_at(tmp_path, whole, where)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "where", [where for where in POINTS if where not in ("half a line", "snapshot, state", "snapshot, rename")]
-)
+@pytest.mark.parametrize("where", [where for where in POINTS if where not in QUICK_POINTS])
 def test_killed_at_other_points(tmp_path: Path, whole: Story, where: str) -> None:
     killed_at(tmp_path, whole, where)
 
@@ -214,11 +233,9 @@ def test_killed_at_random_moments(tmp_path: Path, whole: Story, seed: int) -> No
     assert read_story(tmp_path / "runs" / "killed") == whole
 
 
-def test_resume_of_a_finished_run_changes_nothing(tmp_path: Path) -> None:
-    check = begin(tmp_path, {}).wait()
-    assert check.code == 0, check.err
-    before = read_story(tmp_path / "runs" / "killed")
-    again = gyre("train", "--resume", tmp_path / "runs" / "killed", "--plain", "--json", folder=tmp_path)
+def test_resume_of_a_finished_run_changes_nothing(tmp_path: Path, finished: Finished, whole: Story) -> None:
+    run = shutil.copytree(finished("grpo"), tmp_path / "whole")
+    again = gyre("train", "--resume", run, "--plain", "--json", folder=tmp_path)
     assert again.code == 0, again.err
     assert again.json["step"] == 5
-    assert read_story(tmp_path / "runs" / "killed") == before
+    assert read_story(run) == whole

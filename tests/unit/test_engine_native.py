@@ -83,7 +83,9 @@ def test_tokens_do_not_depend_on_what_else_runs(qwen3: Path, mix: str, temperatu
     assert tokens_of(MIXES[mix](qwen3, requests)) == tokens_of(run(qwen3, requests))
 
 
-@pytest.mark.parametrize("rules", [{}, {"temperature": 1.0}, {"temperature": 0.9, "top_p": 0.9}])
+@pytest.mark.parametrize(
+    "rules", [{}, pytest.param({"temperature": 1.0}, marks=pytest.mark.slow), {"temperature": 0.9, "top_p": 0.9}]
+)
 def test_preemption_swap_chunks_and_overlap_do_not_change_tokens(qwen3: Path, rules: dict) -> None:
     requests = make_requests(8, max_tokens=60, **rules)
     expected = run(qwen3, requests)

@@ -120,6 +120,7 @@ def test_a_compiler_that_fails_is_told_and_leaves_nothing(monkeypatch, tmp_path:
     assert list((tmp_path / "cache" / "gyre" / "kernels").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_processes_may_race_for_an_empty_cache(tmp_path: Path) -> None:
     code = "import torch; from gyre.kernels.cpu.library import *; assert isinstance(load_decoder(torch.float32), DecoderLibrary)"
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
