@@ -39,6 +39,7 @@ def reward_processes(command: Command) -> dict[str, list[psutil.Process]]:
     return {}
 
 
+@pytest.mark.slow
 def test_the_ring_and_the_rewards_processes_are_killed_at_random(tmp_path: Path, whole: Story) -> None:
     draws, run = random.Random(14), tmp_path / "runs" / "tiny"
     command, killed = Command("train", write_config(tmp_path, SETS), "--plain", folder=tmp_path), Counter[str]()

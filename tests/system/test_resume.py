@@ -101,7 +101,21 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+# One of each kind; the others differ in the file.
+QUICK_DAMAGES = (
+    "no log",
+    "a folder as samples",
+    "half the overrides",
+    "no stage",
+    "half a plan",
+    "a link that a save would leave",
+    "half a config",
+)
+
+
+@pytest.mark.parametrize(
+    "damage", [pytest.param(name, marks=() if name in QUICK_DAMAGES else pytest.mark.slow) for name in DAMAGES]
+)
 def test_a_damaged_run_folder_is_told_in_a_sentence(run: Path, damage: str) -> None:
     name, break_it = DAMAGES[damage]
     break_it(run / name)
@@ -155,6 +169,7 @@ def test_a_run_is_lengthened(tmp_path: Path, run: Path) -> None:
     assert [row["changed"] for row in events_of(run, "run.resumed") if row["changed"]][-1] == {"trainer.steps": [5, 6]}
 
 
+@pytest.mark.slow
 def test_a_schedule_that_is_stretched_is_told(tmp_path: Path) -> None:
     sets = {**QUICK, "trainer.schedule": "linear", "eval.num_problems": 0}
     assert gyre("train", write_config(tmp_path, sets), "--plain", folder=tmp_path).code == 0
