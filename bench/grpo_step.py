@@ -118,7 +118,7 @@ report = false
 sample_groups_per_step = 0
 """)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-    result = train(config, [], resume=None, stage="all", plain=True)
+    result = train(config, [], resume=None, stage="all", plain=True, say_stopped=print)
     rows = list(read_events(Path(result["run"]) / "events.jsonl"))
     done = [row for row in rows if row["kind"] == "step.done"][WARM_UP:]
     phases: dict[str, list[float]] = {}

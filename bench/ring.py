@@ -63,7 +63,7 @@ def run(args: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         sets = [f"run.folder={folder}", "observe.report=false", *args.set]
-        result = train(args.config, sets, resume=None, stage="all", plain=True)
+        result = train(args.config, sets, resume=None, stage="all", plain=True, say_stopped=print)
         detail = read_run(Path(result["run"]), args.warm_up)
     evals = {name: numbers for name, numbers in result["evals"].items() if name == "accuracy"}
     return detail, {"evals": evals, "goal": result["goal"]}

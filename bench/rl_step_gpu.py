@@ -143,7 +143,7 @@ sample_groups_per_step = 0
 """)
     sys.path.insert(0, str(HERE))
     os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-    result = train(config, [*SETS[args.shape], *args.set], resume=None, stage="all", plain=True)
+    result = train(config, [*SETS[args.shape], *args.set], resume=None, stage="all", plain=True, say_stopped=print)
     return read_run(Path(result["run"]), args.warm_up)
 
 
