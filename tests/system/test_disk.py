@@ -94,6 +94,7 @@ def test_disk_fills_during_a_snapshot(small_disk: Path, whole: Story) -> None:
     assert read_story(run) == whole
 
 
+@pytest.mark.slow
 def test_disk_is_full_to_the_last_byte(small_disk: Path, whole: Story) -> None:
     """Not even an event can be written any more."""
     run = begin(small_disk)
@@ -125,6 +126,7 @@ def test_disk_fills_during_the_export(small_disk: Path, whole: Story) -> None:
     assert read_story(run) == whole
 
 
+@pytest.mark.slow
 def test_a_file_may_grow_no_further(tmp_path: Path, run: Path, whole: Story) -> None:
     answer = go_on(run, tmp_path, "--json", file_bytes=200_000)
     check_refusal(answer, run)

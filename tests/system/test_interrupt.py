@@ -26,7 +26,7 @@ MOMENTS = {
     "stages": Fault(point="event", match="stage.done", number=1, action="interrupt"),
     "export": Fault(point="event", match="phase.started export", number=1, action="interrupt"),
 }
-QUICK = ("rollout", "train", "snapshot")
+QUICK = ("rollout", "snapshot")
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,10 @@ def stop_and_go_on(folder: Path, whole: Story, moment: str) -> None:
     assert read_story(run) == whole
 
 
-@pytest.mark.parametrize(("action", "code", "name"), [("terminate", 143, "SIGTERM"), ("hang_up", 129, "SIGHUP")])
+@pytest.mark.parametrize(
+    ("action", "code", "name"),
+    [("terminate", 143, "SIGTERM"), pytest.param("hang_up", 129, "SIGHUP", marks=pytest.mark.slow)],
+)
 def test_other_signals_save_too(tmp_path: Path, whole: Story, action: Any, code: int, name: str) -> None:
     """The step in flight ends and is saved, although no snapshot is due after it."""
     fault = Fault(point="event", match="phase.started rollout", number=3, action=action)

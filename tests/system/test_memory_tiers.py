@@ -42,7 +42,7 @@ def boundaries(run: Path) -> list[dict[str, Any]]:
     return [row for row in events_of(run, "memory") if row["step"] > 0 and "engine.kv" in row["owners"]]
 
 
-@pytest.mark.parametrize("how", LEAVE)
+@pytest.mark.parametrize("how", [pytest.param(how, marks=() if how == "mixed" else pytest.mark.slow) for how in LEAVE])
 def test_moves_change_no_number(tmp_path: Path, resident: Story, how: str) -> None:
     run = run_with(tmp_path, {"memory.leave": LEAVE[how]})
     assert read_story(run) == resident

@@ -14,7 +14,9 @@ from system_runs import events_of, gyre, write_config
 QUESTION = "Anna has 3 apples and buys 4 more. How many apples does she have?"
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "family", [*(pytest.param(family, marks=pytest.mark.slow) for family in ("llama", "qwen2")), "qwen3"]
+)
 def test_trains_and_exports(tmp_path: Path, family: str) -> None:
     model = save_checkpoint(tmp_path / "model", family)
     hub = json.loads((model / "config.json").read_text())

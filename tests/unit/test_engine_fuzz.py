@@ -90,9 +90,24 @@ def folder(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("llama"), "llama")
 
 
-@settings(deadline=None, max_examples=120, suppress_health_check=[HealthCheck.too_slow])
-@given(wild=st.lists(requests(), min_size=1, max_size=8), overlap=st.booleans())
+SETTINGS = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+ASKED = given(wild=st.lists(requests(), min_size=1, max_size=8), overlap=st.booleans())
+
+
+@settings(SETTINGS, max_examples=40)
+@ASKED
 def test_every_request_is_refused_with_a_reason_or_answered(folder, wild, overlap) -> None:
+    refused_or_answered(folder, wild, overlap)
+
+
+@pytest.mark.slow
+@settings(SETTINGS, max_examples=120)
+@ASKED
+def test_every_one_of_many_requests_is_refused_or_answered(folder, wild, overlap) -> None:
+    refused_or_answered(folder, wild, overlap)
+
+
+def refused_or_answered(folder, wild, overlap) -> None:
     proper = Request(request_id="proper", tokens=some_tokens(9, 1), sampling=Sampling(max_tokens=8), seed=4)
     asked = [replace(request, request_id=f"r{i}") for i, request in enumerate(wild)]
     scarce = {"num_pages": 30, "page_tokens": 4, "max_running": 6, "token_budget": 16}

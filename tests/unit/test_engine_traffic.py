@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 from engine_device import PAGE_TOKENS, STOP, FakeDevice, answer
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -244,7 +245,13 @@ class Traffic(RuleBasedStateMachine):
         assert counters.swaps_in <= counters.swaps_out <= counters.preemptions == self.events.count("engine.preempted")
 
 
-TestTraffic = Traffic.TestCase
-TestTraffic.settings = settings(
-    max_examples=150, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
-)
+SETTINGS = settings(stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+class TestTraffic(Traffic.TestCase):
+    settings = settings(SETTINGS, max_examples=40)
+
+
+@pytest.mark.slow
+class TestMuchTraffic(Traffic.TestCase):
+    settings = settings(SETTINGS, max_examples=150)

@@ -242,6 +242,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
         write_report(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_long_run_stays_a_small_page_and_says_so(tmp_path: Path) -> None:
     folder = write_run(tmp_path, sft_steps=1500, grpo_steps=400, groups=16)
     path = write_report(folder)
