@@ -4,8 +4,8 @@ would get alone, whatever is aborted, preempted, swapped, in flight or under new
 from __future__ import annotations
 
 import numpy as np
-from engine_device import PAGE_TOKENS, STOP, FakeDevice, answer
 import pytest
+from engine_device import PAGE_TOKENS, STOP, FakeDevice, answer
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
