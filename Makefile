@@ -51,8 +51,9 @@ test-all: check
 test-failed: install-dev
 	$(PYTEST) -m "not gpu" --last-failed --last-failed-no-failures none -rA
 
+# PART=2/3 runs the second of three parts; ORDER=7 shuffles by that seed; RECORD=--record-seconds measures the parts anew.
 gpu-test:
-	python3 -m pytest -m gpu tests/gpu
+	python3 -m pytest -m gpu tests/gpu $(if $(PART),--part $(PART)) $(if $(ORDER),--order $(ORDER)) $(RECORD)
 
 # Their results land in bench/records; RECORD= only prints them.
 bench-gpu bench-gpus: RECORD ?= --record
