@@ -17,12 +17,15 @@ import hypothesis.extra.numpy  # noqa: F401
 import numpy  # noqa: F401
 import pytest
 import torch  # noqa: F401
+from hypothesis import Phase, settings
 
 LIMIT_S = 120  # of one test; an endless loop is noticed by it
 
 
 def main(path: str, tests: list[str]) -> None:
     sys.dont_write_bytecode = True  # two mutants of one second and size would look alike
+    settings.register_profile("mutants", phases=(Phase.explicit, Phase.generate), database=None, derandomize=True)
+    settings.load_profile("mutants")  # a failure is enough, a small example of it takes long
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(path)
         server.listen()
