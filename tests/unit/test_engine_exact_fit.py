@@ -87,6 +87,13 @@ def test_no_prompt_starts_on_a_budget_that_is_used_up() -> None:
     assert schedule(roster, token_budget=12, version=0) is None
 
 
+def test_one_token_of_budget_is_used() -> None:
+    _, seen, _ = run([make("a", 11, 1), make("b", 3, 1)], num_pages=64, budget=12)
+    assert seen == [(0, 12), (0, 2)]
+    _, seen, _ = run([make("a", 1, 4), make("b", 4, 1)], num_pages=64, budget=2)
+    assert seen == [(0, 2), (1, 1), (1, 1), (1, 1)]
+
+
 def test_the_last_free_row_is_given() -> None:
     requests = [make(name, 4, 2) for name in "abc"]
     _, seen, _ = run(requests, num_pages=64, max_running=2)
