@@ -8,7 +8,7 @@ GYRE := $(BIN)/gyre
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: demo install install-dev test test-all test-failed peers test-quick test-every check style types gpu-test bench bench-gpu bench-gpus clean
+.PHONY: demo install install-dev test test-all test-failed peers test-quick test-every check style types mutants gpu-test bench bench-gpu bench-gpus clean
 
 demo: install
 	$(GYRE) train configs/arith_grpo_cpu.toml --check-goal
@@ -62,8 +62,19 @@ test-every: install-dev
 test-failed: check
 	$(PYTEST) -m "not gpu" --last-failed --last-failed-no-failures none -rA
 
+# Changes the pure modules' operators and constants and asks whether a test notices: hours; goes on where it was stopped.
+# MODULES="engine/pages.py" takes some; AGAIN=--again asks once more about what survived. docs/mutants.md.
+mutants: install-dev .venvs/mutants/.installed
+	nice $(BIN)/python tests/mutants/run.py $(AGAIN) $(MODULES)
+
+.venvs/mutants/.installed:
+	$(PYTHON) -m venv .venvs/mutants
+	.venvs/mutants/bin/python -m pip install --quiet --disable-pip-version-check 'cosmic-ray>=8.4,<9'
+	touch $@
+
+# PART=2/3 runs the second of three parts; ORDER=7 shuffles by that seed; RECORD=--record-seconds measures the parts anew.
 gpu-test:
-	python3 -m pytest -m gpu tests/gpu
+	python3 -m pytest -m gpu tests/gpu $(if $(PART),--part $(PART)) $(if $(ORDER),--order $(ORDER)) $(RECORD)
 
 # Their results land in bench/records; RECORD= only prints them.
 bench-gpu bench-gpus: RECORD ?= --record

@@ -193,7 +193,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", hint="give the path of a run's TOML file") from error
     except (ValueError, RecursionError) as error:  # ValueError: of UTF-8, of TOML, of a number with too many digits
-        raise ConfigError(f"{path} is no TOML: {_first(error)}", hint="see configs/ for examples") from error
+        raise ConfigError(f"{path} is no TOML: {_first(error)}", hint="gyre init writes an example") from error
 
 
 def apply_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:

@@ -209,15 +209,13 @@ def test_a_given_token_has_the_logprob_of_a_chosen_one(vocab_size: int) -> None:
         assert torch.equal(alone.logprobs_N, given.logprobs_N[place : place + 1])
 
 
-def test_nothing_stays_behind() -> None:
+def test_nothing_stays_behind(allocated) -> None:
     """Pages and scratch of a chunk belong to no component, so none may outlive the pass."""
     decoder = make_decoder(QWEN3)
     batch = generate(decoder, 1.0)
     trainer = make_trainer(decoder, invariant=True, tokens_per_chunk=4096)
     trainer.step_now(batch)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    before = allocated()
     trainer.step_now(replace(batch, step=1))
     trainer.evaluate_now(replace(batch, step=2), "policy")
-    torch.cuda.synchronize()
-    assert torch.cuda.memory_allocated() == before
+    assert allocated() == before

@@ -130,11 +130,10 @@ def test_updates_with_state_away_are_the_same_to_the_bit(tmp_path: Path, how: st
         assert torch.equal(tensor, found[1][name]), name
 
 
-def test_an_update_takes_no_memory_beside_its_state() -> None:
+def test_an_update_takes_no_memory_beside_its_state(allocated) -> None:
     """Of moments 2 bytes and a 32nd per number; an update needs no copy of them."""
-    torch.cuda.empty_cache()
     update = CodedUpdate(CUDA)  # its trial is over
-    before = torch.cuda.memory_allocated()
+    before = allocated()
     num_blocks = 1 << 18
     span = _blank(num_blocks, CUDA)
     held = torch.cuda.memory_allocated() - before - 8 * num_blocks * BLOCK  # weights and gradient

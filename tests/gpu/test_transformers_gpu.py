@@ -59,7 +59,7 @@ def test_flash_attention_4_in_the_engine(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_plain_engine_in_float32(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+@pytest.mark.usefixtures("exact_float32")
+def test_the_plain_engine_in_float32(family: str, tmp_path: Path) -> None:
     where = Where(device=CUDA, dtype=torch.float32, page_tokens=16, bounds=EXACT)
     check_greedy(save_random(tmp_path / family, family), where)

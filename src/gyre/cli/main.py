@@ -4,6 +4,7 @@ stderr. Heavy imports wait until a command runs, so that --help answers at once.
 
 from __future__ import annotations
 
+import importlib.metadata
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,6 @@ from gyre.cli.answer import answer
 
 app = typer.Typer(
     name="gyre",
-    help="Train a language model by reinforcement learning, and use what comes out.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -27,9 +27,40 @@ Overrides = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")]
 
 
+def print_version(asked: bool) -> None:
+    if asked:
+        print(f"gyre {importlib.metadata.version('gyre-rl')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and leave.", is_eager=True, callback=print_version)
+    ] = False,
+) -> None:
+    """Train a language model by reinforcement learning, and use what comes out."""
+
+
+@app.command(name="init")
+def begin(
+    name: Annotated[str, typer.Argument(metavar="[NAME]", help="Of the run and its files.")] = "my_run",
+    objective: Annotated[str, typer.Option("--from", metavar="OBJECTIVE", help="sft, grpo, ppo, dpo or rm.")] = "grpo",
+    json: AsJson = False,
+) -> None:
+    """Write a config, sample data and a reward to start from.
+
+    They land in the working folder and train as they are; no file is overwritten."""
+    from gyre.cli.begin import run_init
+
+    answer(lambda: run_init(name, objective, quiet=json), as_json=json)
+
+
 @app.command()
 def train(
-    config: Annotated[Path | None, typer.Argument(metavar="RUN.toml", help="The run's config; see configs/.")] = None,
+    config: Annotated[
+        Path | None, typer.Argument(metavar="RUN.toml", help="The run's config; gyre init writes one.")
+    ] = None,
     set_: Overrides = None,
     resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Go on with a stopped run, exactly.")] = None,
     stage: Annotated[str, typer.Option(help="Which stages to run: all, cold_start or main.")] = "all",
@@ -50,7 +81,9 @@ def train(
 
 @app.command()
 def plan(
-    config: Annotated[Path | None, typer.Argument(metavar="RUN.toml", help="The run's config; see configs/.")] = None,
+    config: Annotated[
+        Path | None, typer.Argument(metavar="RUN.toml", help="The run's config; gyre init writes one.")
+    ] = None,
     set_: Overrides = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="GPUs to plan for; with --gpu.")] = None,
     gpu: Annotated[str | None, typer.Option(help="Their kind, such as h200; they need not be here.")] = None,

@@ -30,7 +30,8 @@ def run_train(
         raise ConfigError(f"--stage {stage}: accepted are {', '.join(STAGES)}", hint="leave it out to run them all")
     if (config is None) == (resume is None):
         raise ConfigError(
-            "gyre train needs a config, or --resume RUN, and not both", hint="gyre train configs/arith_grpo_cpu.toml"
+            "gyre train needs a config, or --resume RUN, and not both",
+            hint="gyre init writes one: gyre train my_run.toml",
         )
     if resume is not None and stage != "all":
         raise ConfigError(

@@ -1,0 +1,104 @@
+"""gyre init. In: a name and an objective. Out: a commented config, sample data and, for objectives that learn from
+rewards, a reward file, all in the working folder and ready for `gyre train`. Caller: cli.main.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterator, Mapping
+from importlib import resources
+from pathlib import Path
+from string import Template
+from typing import Any, Literal, get_args
+
+from gyre.core.errors import ConfigError, InputError
+
+Objective = Literal["sft", "grpo", "ppo", "dpo", "rm"]
+WITH_REWARD, WITH_PAIRS = ("grpo", "ppo"), ("dpo", "rm")
+NUM_ROWS = 400
+NAMES = ("Anna", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gina", "Hugo")
+THINGS = ("apples", "books", "coins", "cards", "marbles", "pens", "stamps", "shells")
+QUESTIONS = (
+    ("{name} has {a} {things} and gets {b} more. How many {things} does {name} have?", 1),
+    ("{name} had {a} {things} and gave away {b}. How many {things} are left?", -1),
+)
+
+
+def run_init(name: str, objective: str, *, quiet: bool) -> Mapping[str, Any]:
+    """Write the files in the working folder. ConfigError or InputError, and nothing written, where that cannot be."""
+    if objective not in get_args(Objective):
+        raise ConfigError(f"--from {objective}: accepted are {', '.join(get_args(Objective))}", hint="grpo is usual")
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_-]{0,63}", name):
+        raise ConfigError(
+            f"gyre init {name!r}: need a name of at most 64 letters, digits, _ and -, beginning with a letter or _",
+            hint="files are written in the working folder: for another one go there first",
+        )
+    contents = make_files(name, objective)
+    if there := [file for file in contents if Path(file).exists() or Path(file).is_symlink()]:
+        raise InputError(
+            f"{', '.join(there)} {'is' if len(there) == 1 else 'are'} here already, and nothing is overwritten",
+            hint="give another name (gyre init NAME), or move what is here",
+        )
+    _write(contents)
+    steps = [f"gyre plan {name}.toml", f"gyre train {name}.toml"]
+    if not quiet:
+        print(f"wrote {', '.join(contents)}\nnext:")
+        print(f"  {steps[0]:<40} # sizes and memory, nothing started")
+        print(f"  {steps[1]:<40} # takes minutes on a CPU; then put in your model, data and reward")
+    return {"files": list(contents), "next": steps}
+
+
+def make_files(name: str, objective: str) -> dict[str, str]:
+    """File name to text."""
+    module = f"{name.replace('-', '_')}_rewards"
+    folder = resources.files("gyre.cli") / "templates"
+    config = Template((folder / f"{objective}.toml").read_text(encoding="utf-8")).substitute(name=name, module=module)
+    rows = sample_pairs() if objective in WITH_PAIRS else sample_problems()
+    files = {f"{name}.toml": config, f"{name}.jsonl": "".join(json.dumps(row) + "\n" for row in rows)}
+    if objective in WITH_REWARD:
+        files[f"{module}.py"] = (folder / "rewards.py").read_text(encoding="utf-8")
+    return files
+
+
+def sample_problems() -> Iterator[dict[str, str]]:
+    """Word problems with a worked response, the same ones every time."""
+    draw = random.Random(0)
+    for _ in range(NUM_ROWS):
+        question, sign = draw.choice(QUESTIONS)
+        b = draw.randint(1, 9)
+        a = draw.randint(b, 9) if sign < 0 else draw.randint(1, 9)
+        prompt = question.format(name=draw.choice(NAMES), things=draw.choice(THINGS), a=a, b=b)
+        yield {"prompt": prompt, "answer": str(a + sign * b), "response": _work(a, sign, b, a + sign * b)}
+
+
+def sample_pairs() -> Iterator[dict[str, str]]:
+    """The same problems; the rejected response ends with a number that is off by one to three."""
+    draw = random.Random(1)
+    for row in sample_problems():
+        right = row["response"]
+        working = right.split(" = ")[0]
+        wrong = int(row["answer"]) + draw.randint(1, 3)
+        rejected = f"{working} = {wrong}, so <answer>{wrong}</answer>"
+        yield {"prompt": row["prompt"], "chosen": right, "rejected": rejected, "answer": row["answer"]}
+
+
+def _work(a: int, sign: int, b: int, result: int) -> str:
+    return f"{a} {'+' if sign > 0 else '-'} {b} = {result}, so <answer>{result}</answer>"
+
+
+def _write(contents: Mapping[str, str]) -> None:
+    """Write every file or, where one cannot be written, none."""
+    made: list[Path] = []
+    try:
+        for file, text in contents.items():
+            with Path(file).open("x", encoding="utf-8") as handle:
+                made.append(Path(file))
+                handle.write(text)
+    except OSError as error:
+        for path in made:
+            path.unlink(missing_ok=True)
+        raise InputError(
+            f"cannot write {file} in {Path.cwd()}: {error.strerror}", hint="run it in a folder that takes new files"
+        ) from error
