@@ -323,3 +323,12 @@ def test_pairs_keep_the_reference_of_their_own_rollouts():
         ("b", 0, 1.0), ("b", 0, 0.0), ("c", 1, 1.0), ("c", 1, 0.0),
     ]  # fmt: skip
     assert made.num_groups_without_pair == 1
+
+
+def test_stale_tokens_are_those_that_an_older_policy_chose():
+    old, new = group("a", [1.0], [4]), group("b", [0.0], [6])
+    assert reward_metrics([old, new], None)["stale_tokens_share"] == 0.0
+    versions = new.rollouts[0].versions.copy()
+    versions[-5:] = 4
+    continued = replace(new, rollouts=(replace(new.rollouts[0], versions=versions),))
+    assert reward_metrics([old, continued], None)["stale_tokens_share"] == pytest.approx(5 / 10)

@@ -117,7 +117,19 @@ class PolicyConfig(Section):
     """Whose log-probs the ratio divides by: the trainer's before the update, or those that the engine sampled with."""
     tis_cap: float = Field(default=2.0, ge=0.0)
     """Truncated importance sampling: tokens are weighted by min(trainer / engine probability, this); 0 turns it
-    off, and so does ratio_base = 'engine', whose ratio already starts there."""
+    off, and so does ratio_base = 'engine', whose ratio already starts there. Under ratio = 'sequence' the weights are
+    the tokens' own, as in verl; TRL gives every token of a sequence the mean weight."""
+    importance_level: Literal["token", "sequence"] = "token"
+    """Whose weight tis_cap truncates: each token's ratio, or the product over its sequence (verl rollout_is; TRL
+    *_truncate). The product is unbiased and has the larger variance."""
+    rejection_level: Literal["none", "token", "sequence", "sequence_mean"] = "none"
+    """What must lie in rejection_band: each token's trainer / engine ratio (IcePop), the product over its sequence, or
+    its geometric mean (verl seq_mean_k1). What lies outside gets weight 0 and still counts in the loss's mean, as in
+    TRL; verl takes it out of the mean too. With ratio_base = 'engine' the trainer's log-probs are the current ones."""
+    rejection_band: tuple[float, float] = (0.5, 2.0)
+    """Lowest and highest ratio that is kept, both included. IcePop is tis_cap = 5, rejection_level = 'token',
+    rejection_band = [0.5, 5]. TRL's default is importance_level = 'sequence', tis_cap = 3,
+    rejection_level = 'sequence', rejection_band = [0, 3]."""
     aggregation: Literal["token", "sequence", "fixed_length"] = "token"
     """What an update's loss is a mean over: its tokens, its sequences, or sequences times fixed_length_tokens."""
     fixed_length_tokens: int = Field(default=0, ge=0)
@@ -150,6 +162,23 @@ class PolicyConfig(Section):
         estimator = values.get("kl_estimator", cls.model_fields["kl_estimator"].default)
         unbounded = estimator in ("k1", "k2") or values.get("kl_ratio_weighted", False)
         return {**values, "kl_clamp": 0.0} if unbounded else values
+
+    @model_validator(mode="after")
+    def check_importance(self) -> PolicyConfig:
+        low, high = self.rejection_band
+        if not 0.0 <= low <= 1.0 <= high or low == high:
+            raise ValueError(
+                f"rejection_band = [{low}, {high}]: need 0 <= low <= 1 <= high and low < high, since engine and "
+                "trainer that agree have a ratio of 1; [0.5, 2.0] is usual"
+            )
+        if self.importance_level == "sequence" and (not self.tis_cap or self.ratio_base == "engine"):
+            raise ValueError(
+                f"importance_level = 'sequence' needs tis_cap > 0 and ratio_base = 'trainer'; got tis_cap = "
+                f"{self.tis_cap}, ratio_base = '{self.ratio_base}': set both, or leave importance_level out"
+            )
+        if self.rejection_level == "none" and self.rejection_band != type(self).model_fields["rejection_band"].default:
+            raise ValueError("rejection_band needs a rejection_level: 'token', 'sequence' or 'sequence_mean'")
+        return self
 
     @model_validator(mode="after")
     def check_policy(self) -> PolicyConfig:
