@@ -123,7 +123,9 @@ class Numbers(dict):
 def trl_weights(data: Data, args: dict[str, Any]) -> torch.Tensor:
     """The lines of GRPOTrainer that compute `vllm_importance_sampling_ratio`."""
     source = inspect.getsource(grpo_trainer)
-    begin = source.index("                per_token_logps_diff = (old_per_token_logps - sampling_per_token_logps) * mask")
+    begin = source.index(
+        "                per_token_logps_diff = (old_per_token_logps - sampling_per_token_logps) * mask"
+    )
     end = source.index("            # Compute the per-token log probabilities for the reference model", begin)
     settings = SimpleNamespace(
         vllm_importance_sampling_mode=args["is"],

@@ -17,6 +17,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
+
+sys.path.append(str(Path(__file__).parent))  # `-P` leaves it out
 from ask_losses import Data, answer
 
 sys.modules["deepspeed"] = ModuleType("deepspeed")

@@ -1,6 +1,6 @@
 """Write `losses.json`: the data and what the peers say of it. In: a checkout of OpenRLHF, and `make peers` done before.
 
-    python tests/peers/make_losses.py OPENRLHF_CHECKOUT
+python tests/peers/make_losses.py OPENRLHF_CHECKOUT
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -125,6 +126,27 @@ def test_loss_and_gradient_equal_the_peers(row: Row):
         np.testing.assert_allclose(grad, kept["grads"].get(leaf, 0.0), rtol=row.rtol, atol=1e-9, err_msg=leaf)
 
 
+OFF = {"dual_clip": 0.0, "entropy_coef": 0.0, "kl_coef": 0.0, "kl_ratio_weighted": False, "rejection_level": "none",
+       "importance_level": "token", "value_clip": 0.0, "label_smoothing": 0.0, "average_logprobs": False,
+       "center_coef": 0.0}  # fmt: skip
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.ours.keys() & OFF.keys()], ids=lambda row: row.name)
+def test_every_option_of_a_row_changes_its_answer(row: Row):
+    """A row whose data never reach an option would compare nothing."""
+    found = our_advantages(row) if row.call == "advantage" else our_loss(row)["grads"]
+    for name in row.ours.keys() & OFF.keys():
+        if row.ours[name] == OFF[name]:
+            continue
+        without = {
+            key: value for key, value in row.ours.items() if (name, key) != ("rejection_level", "rejection_band")
+        }
+        plain = replace(row, ours={**without, name: OFF[name]})
+        other = our_advantages(plain) if row.call == "advantage" else our_loss(plain)["grads"]
+        leaves = found.keys() | other.keys()
+        assert any(not np.array_equal(found.get(leaf, 0.0), other.get(leaf, 0.0)) for leaf in leaves), name
+
+
 @pytest.mark.slow
 def test_the_peers_still_say_what_is_kept():
     asked = question(("verl", "trl"), KEPT["data"])
@@ -191,9 +213,7 @@ def check_every_baseline_and_scale() -> None:
                 flat = np.concatenate(expected)
                 expected = [(e - flat.mean()) / flat.std() for e in expected]
             config = GrpoConfig(baseline=baseline, scale=scale)  # type: ignore[arg-type]
-            samples = [
-                Sample(group_id=str(g), score=score, num_tokens=2) for g, s in enumerate(scores) for score in s
-            ]
+            samples = [Sample(group_id=str(g), score=score, num_tokens=2) for g, s in enumerate(scores) for score in s]
             found = [values[0] for values in estimate(config, samples).advantages]
             np.testing.assert_allclose(found, np.concatenate(expected), rtol=1e-5, atol=1e-6)
 
@@ -235,7 +255,7 @@ def check_mask_truncated() -> None:
 def check_bootstrap_truncated() -> None:
     """One-step returns: the last token's is its reward plus gamma times the critic's value after it."""
     groups = sample_groups([(0.25, "length")])
-    critic = Evaluation(per_token=(np.zeros(4, np.float32),), per_sequence=np.array([0.8], np.float32))
+    critic = Evaluation(which="critic", per_token=(np.zeros(4, np.float32),), per_sequence=np.array([0.8], np.float32))
     for bootstrap, last in ((True, 0.25 + 0.9 * 0.8), (False, 0.25)):
         config = PpoConfig(bootstrap_truncated=bootstrap, gamma=0.9, lam=0.0, whiten=False)
         made = assemble(config, groups, Passes(critic=critic), step=1)
@@ -272,8 +292,8 @@ def check_sft_coef() -> None:
         config = DpoConfig(sft_coef=sft_coef)
         losses.append(loss_sum(config, inputs(config, data, row))[0].item() / 3)
     mask = data["mask"]
-    nll = [-(data["logprobs"][i] * mask[i]).sum() / mask[i].sum() for i in range(3)]
-    assert losses[1] - losses[0] == pytest.approx(0.4 * float(sum(nll)) / 3)
+    nll = [-(data["logprobs"][i] * mask[i]).sum().item() / mask[i].sum().item() for i in range(3)]
+    assert losses[1] - losses[0] == pytest.approx(0.4 * sum(nll) / 3)
 
 
 def check_online_pairs() -> None:
@@ -335,7 +355,9 @@ def test_every_field_and_choice_of_an_objective_has_a_row(config: type[Any]):
         if name in NONE or name == "kind":
             continue
         shared = name in PolicyConfig.model_fields
-        rows = [row.ours for row in ROWS if row.ours["kind"] == kind or (shared and row.ours["kind"] in ("grpo", "ppo"))]
+        rows = [
+            row.ours for row in ROWS if row.ours["kind"] == kind or (shared and row.ours["kind"] in ("grpo", "ppo"))
+        ]
         given = [ours[name] for ours in rows if name in ours]
         choices = get_args(info.annotation) if get_origin(info.annotation) is Literal else ()
         missing += [f"{name} = {choice!r}" for choice in choices if choice not in given]
