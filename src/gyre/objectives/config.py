@@ -38,7 +38,8 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "clip_high": 4e-4,
             "aggregation": "sequence",
         },
-        # Ahmadian et al. 2024, arXiv 2402.14740, section 2.2: leave-one-out baseline, every token of equal weight
+        # Ahmadian et al. 2024, arXiv 2402.14740, section 2.2: leave-one-out baseline, every token of equal weight. Each
+        # token has a ratio (verl); TRL clips one ratio per sequence: the same direction on policy, not off policy
         "rloo": {**_GROUP, **_CLIPPED, "baseline": "leave_one_out", "scale": "none", "aggregation": "token"},
         # Hu et al. 2025, arXiv 2501.03262: no group; KL in the reward, normalised over the whole batch's tokens
         "reinforce_pp": {
@@ -77,15 +78,18 @@ class DpoConfig(Section):
 
     kind: Literal["dpo"] = "dpo"
     loss: Literal["sigmoid", "ipo"] = "sigmoid"
-    """sigmoid is DPO (with label_smoothing: cDPO), ipo regresses the log-ratio gap on 1 / (2 beta)."""
+    """sigmoid is DPO (with label_smoothing: cDPO), ipo regresses the log-ratio gap on 1 / (2 beta). The gap is of sums
+    over tokens, as in OpenRLHF; TRL's ipo averages per token, which is average_logprobs = true."""
     beta: float = Field(default=0.1, gt=0.0)
     """How strongly the policy is held to the reference."""
     label_smoothing: float = Field(default=0.0, ge=0.0, lt=0.5)
     """Share of pairs taken to be labelled the wrong way round (cDPO); sigmoid only."""
     average_logprobs: bool = False
-    """Divide each sequence's log-prob by its number of target tokens before pairs are compared."""
+    """Divide each sequence's log-prob by its number of target tokens before pairs are compared (TRL's sigmoid_norm, and
+    its ipo)."""
     sft_coef: float = Field(default=0.0, ge=0.0)
-    """Weight of the chosen sequence's mean negative log-likelihood, added to each pair's loss; 0 turns it off."""
+    """Weight of the chosen sequence's mean negative log-likelihood, added to each pair's loss; 0 turns it off. Pairs
+    have equal weight (Pang et al. 2024, eq. 1); TRL's sft term is a mean over all chosen tokens."""
     pairs: Literal["offline", "online"] = "offline"
     """offline: pairs come from the data; online: from each group of completions, ranked by reward."""
     pairs_per_group: int = Field(default=1, ge=1)
@@ -104,7 +108,8 @@ class PolicyConfig(Section):
     """What the policy-gradient objectives share: ratio, surrogate, KL, correction, aggregation."""
 
     ratio: Literal["token", "sequence"] = "token"
-    """Importance ratio of each token, or one geometric mean per sequence."""
+    """Importance ratio of each token, or one geometric mean per sequence. A token's log-ratio is bounded at ±20 first,
+    as in verl and OpenRLHF; for sequences verl bounds the mean at 10 instead, TRL nothing."""
     surrogate: Literal["clip", "cispo", "reinforce"] = "clip"
     """clip is PPO's pessimistic minimum; cispo clips and detaches the ratio; reinforce has no ratio at all."""
     clip_low: float = Field(default=0.2, ge=0.0, le=1.0)
@@ -215,9 +220,11 @@ class GrpoConfig(PolicyConfig):
     variant: Variant = "grpo"
     """Row of named choices that fills every field below that is not set (and those of the policy loss)."""
     baseline: Literal["group_mean", "leave_one_out", "none"] = "group_mean"
-    """What is subtracted from a reward: its group's mean, the mean of its siblings, or nothing."""
+    """What is subtracted from a reward: its group's mean, the mean of its siblings, or nothing. A sample without
+    siblings has advantage 0 (verl: its raw reward)."""
     scale: Literal["group_std", "batch_std", "none"] = "group_std"
-    """What advantages are divided by; batch_std also subtracts the batch mean, over all sampled tokens."""
+    """What advantages are divided by: the group's standard deviation with G - 1 (verl, TRL), or the batch's over all
+    sampled tokens, whose mean is subtracted too, with N (verl: N - 1)."""
     equal_groups: Literal["keep", "drop"] = "keep"
     """keep: groups that teach nothing still count in the loss's mean. drop: they are left out before batch statistics,
     and replaced by up to rollout.max_refills rounds of further prompts (dynamic sampling)."""
@@ -251,11 +258,13 @@ class PpoConfig(PolicyConfig):
     lam: float = Field(default=0.95, ge=0.0, le=1.0)
     """Weight of longer returns in generalised advantage estimation; 1 is Monte Carlo, 0 one-step."""
     whiten: bool = True
-    """Shift and scale the advantages of a step to mean 0 and variance 1 over its tokens."""
+    """Shift and scale the advantages of a step to mean 0 and variance 1 over its N tokens; the variance divides by N
+    (verl: N - 1)."""
     value_clip: float = Field(default=0.2, ge=0.0)
     """How far a value may move from the critic's old one before its loss stops shrinking; 0 turns it off."""
     vf_coef: float = Field(default=0.5, ge=0.0)
-    """Weight of the value loss (half the squared error) beside the policy loss."""
+    """Weight of the value loss (half the squared error) beside the policy loss. verl and OpenRLHF train the critic by
+    itself on the same half, as with 1."""
 
 
 ObjectiveConfig = Annotated[SftConfig | RmConfig | DpoConfig | GrpoConfig | PpoConfig, Field(discriminator="kind")]
