@@ -60,6 +60,13 @@ def steps(cause: str) -> list[dict[str, float]]:
             engine = truncated(noisy(plain, 0.005, seed), top_k=int(cause.split()[1]))
         elif cause.startswith("top_p"):
             engine = truncated(noisy(plain, 0.005, seed), top_p=float(cause.split()[1]))
+        elif cause.startswith("confident top_p"):  # most tokens nearly certain, as a trained model's are
+            plain = logits(seed, spread=6.0)
+            engine, trainer = truncated(noisy(plain, 0.005, seed), top_p=0.9), plain.log_softmax(-1)
+        elif cause == "other prompt":
+            trainer = logits(seed + 50).log_softmax(-1)
+        elif cause == "other prompt, confident":
+            engine, trainer = logits(seed, spread=8.0).log_softmax(-1), logits(seed + 50, spread=8.0).log_softmax(-1)
         elif cause == "other tokens":
             trainer = noisy(plain, 2.0, seed).log_softmax(-1)
         elif cause == "stale sometimes" and seed % 2:
@@ -83,7 +90,10 @@ def steps(cause: str) -> list[dict[str, float]]:
         ("top_k 5", "bfloat16", "truncation set"),
         ("top_k 20", "float32", "truncation set"),
         ("top_p 0.9", "bfloat16", "truncation set"),
+        ("confident top_p", "bfloat16", "truncation set"),
         ("other tokens", "bfloat16", "template"),
+        ("other prompt", "bfloat16", "template"),
+        ("other prompt, confident", "float32", "template"),
         ("stale sometimes", "bfloat16", "stale weights"),
         ("stale always", "float32", "stale weights"),
         ("never handed over", "bfloat16", "stale weights"),

@@ -167,8 +167,8 @@ def _ratio_sums(
 
 def _gap_sums(inputs: LossInputs) -> dict[str, Tensor]:
     """How far the trainer's log-probs are from those the engine sampled with, weights being equal: 0 and 1 when both
-    compute the same. `logprob_gap_mult` is the mean of exp |difference|, the form that published gates use. The shares
-    say how the gap is spread, which tells its cause (`observe.mismatch`)."""
+    compute the same. `logprob_gap_mult` is the mean of exp |difference|, the form that published gates use. The part
+    where the trainer is above, and the share of large gaps, tell the cause (`observe.mismatch`)."""
     if inputs.behaviour_logprobs_N is None:
         return {}
     with torch.no_grad():
@@ -178,8 +178,7 @@ def _gap_sums(inputs: LossInputs) -> dict[str, Tensor]:
         return {
             "logprob_gap": terms.mean_sum(gap_N),
             "logprob_gap_mult": terms.mean_sum(gap_N.exp()),
-            "logprob_gap_above_fraction": terms.mean_sum((signed_N > 0).float()),
-            "logprob_gap_below_fraction": terms.mean_sum((signed_N < 0).float()),
+            "logprob_gap_above": terms.mean_sum(signed_N.clamp(min=0.0)),
             "logprob_gap_large_fraction": terms.mean_sum((gap_N > LARGE_GAP).float()),
             "engine_kl": terms.mean_sum(terms.kl_estimate("k3", inputs.behaviour_logprobs_N, trainer_N)),
         }

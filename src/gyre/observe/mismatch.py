@@ -4,7 +4,7 @@ of a run's steps. Out: one finding, or None. Pure. Caller: report.py.
 A cause is told by how the gap between the two log-probs of a sampled token is spread:
 
     not a number           a log-prob that is no number, on either side
-    truncation set         the trainer is below the engine on nearly every token: it normalises over more tokens
+    truncation set         the trainer is below the engine wherever they differ: it normalises over more tokens
     template               probabilities differ by more than a factor of two on many tokens: other tokens were read
     stale weights          the gap comes with tokens of an older policy, or grows from nothing as the trainer moves
     precision              a gap to both sides, small on nearly every token: the two round differently
@@ -22,14 +22,15 @@ Metrics = Mapping[str, float]
 
 ROUNDING = {"float32": 1e-3, "bfloat16": 0.02, "float16": 0.01}
 """Mean |log-prob gap| in nats that rounding of this dtype explains in a sound run, with room; a wider one is told."""
-ONE_SIDED = 20.0  # tokens below the engine for one above it; rounding and drift give about one for one
+ONE_SIDED = 0.05  # of the gap is where the trainer is above the engine, at most; rounding and drift give about a half
+TRUNCATED = 1.0  # nats: truncation that takes more than 63 % of the probability off the average token is not meant
 LARGE_SHARE = 0.15  # of tokens whose probabilities differ by more than a factor of two
 GROWTH = 10.0  # times the first step's gap: rounding is there from the first step, old weights are not
 FADES = 0.5  # without stale tokens the gap is at most this share of what it is with them
 
 ADVICE: Mapping[Cause, str] = {
     "not a number": "a log-prob is no number: look for overflow in the model, and at the events of skipped updates.",
-    "truncation set": "the trainer is below the engine on nearly every token, so it normalises over more tokens: "
+    "truncation set": "the trainer is below the engine wherever they differ, so it normalises over more tokens: "
     "check that top_k, top_p, min_p, penalties and temperature reach the trainer (rollout support).",
     "template": "many tokens differ by more than a factor of two, so the two read other tokens or other weights: "
     "check the chat template, tokenizer, position ids and the hand-over of weights.",
@@ -76,7 +77,8 @@ def find_mismatch(steps: Sequence[Metrics], dtype: str) -> Mismatch | None:
 def _cause(measured: Sequence[Metrics], found: Sequence[Metrics]) -> Cause:
     if any(not math.isfinite(step["logprob_gap"]) for step in found):
         return "not a number"
-    if _mean(found, "logprob_gap_below_fraction") > ONE_SIDED * _mean(found, "logprob_gap_above_fraction"):
+    gap = _mean(found, "logprob_gap")
+    if gap <= TRUNCATED and _mean(found, "logprob_gap_above", unknown=gap) <= ONE_SIDED * gap:
         return "truncation set"
     stale = [step for step in measured if step.get("stale_tokens_share", 0.0) > 0.0]
     fresh = [step for step in measured if step.get("stale_tokens_share", 0.0) == 0.0]
@@ -84,10 +86,10 @@ def _cause(measured: Sequence[Metrics], found: Sequence[Metrics]) -> Cause:
         return "stale weights"
     if _mean(found, "logprob_gap_large_fraction") > LARGE_SHARE:
         return "template"
-    grows = measured[0]["logprob_gap"] * GROWTH <= _mean(found, "logprob_gap")
+    grows = measured[0]["logprob_gap"] * GROWTH <= gap
     return "stale weights" if grows or (stale and not fresh) else "precision"
 
 
-def _mean(steps: Sequence[Metrics], name: str) -> float:
+def _mean(steps: Sequence[Metrics], name: str, *, unknown: float = 0.0) -> float:
     values = [step[name] for step in steps if name in step]
-    return math.fsum(values) / len(values) if values else 0.0
+    return math.fsum(values) / len(values) if values else unknown
