@@ -300,12 +300,26 @@ def test_reward_metrics_are_means_over_rollouts():
     groups = [group("a", [1.0, 0.0], [2, 4]), group("b", [0.5], [6])]
     metrics = reward_metrics(groups, AccuracyMetric(part="answer", threshold=1.0))
     assert metrics == pytest.approx(
-        {"reward/answer": 0.5, "reward": 0.5, "train_accuracy": 1 / 3, "length": 4.0, "cut_off_share": 0.0}
+        {
+            "reward/answer": 0.5,
+            "reward": 0.5,
+            "train_accuracy": 1 / 3,
+            "length": 4.0,
+            "cut_off_share": 0.0,
+            "stale_tokens_share": 0.0,
+        }
     )
     assert "train_accuracy" not in reward_metrics(groups, None)
     unscored = reward_metrics([*groups, group("c", [9.0], [4], outcome="timeout")], None)
     assert unscored == pytest.approx(
-        {"reward/answer": 0.5, "reward": 0.5, "length": 4.0, "cut_off_share": 0.0, "unscored_share": 0.25}
+        {
+            "reward/answer": 0.5,
+            "reward": 0.5,
+            "length": 4.0,
+            "cut_off_share": 0.0,
+            "stale_tokens_share": 0.0,
+            "unscored_share": 0.25,
+        }
     )
     assert (
         "reward" not in reward_metrics([group("c", [9.0], outcome="timeout")], None) and reward_metrics([], None) == {}
