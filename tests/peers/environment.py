@@ -43,8 +43,9 @@ def build(folder: Path) -> None:
     subprocess.run([*pip, "install", "--no-deps", *PEERS, *NEEDS], check=True)
 
 
-def ask(script: Path, cases: Any, *, limit_s: float = 240.0) -> Any:
-    """Run `script` in the environment: `cases` go in and its answer comes out as JSON files.
+def ask(script: Path, cases: Any, *, more: tuple[str, ...] = (), limit_s: float = 240.0) -> Any:
+    """Run `script` in the environment: `cases` go in and its answer comes out as JSON files. `more` are arguments
+    after these two.
 
     Fails with AssertionError when there is no environment or the script fails.
     """
@@ -54,7 +55,7 @@ def ask(script: Path, cases: Any, *, limit_s: float = 240.0) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         given, answer = Path(folder, "cases.json"), Path(folder, "answer.json")
         given.write_text(json.dumps(cases))
-        command = [str(python), "-P", str(script), str(given), str(answer)]
+        command = [str(python), "-P", str(script), str(given), str(answer), *more]
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s)
         assert done.returncode == 0, f"{script.name} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
         return json.loads(answer.read_text())

@@ -144,15 +144,30 @@ def slow_average(per_sequence: list[list[Tensor]], aggregation: str, fixed_lengt
     return torch.stack([torch.stack(tokens).sum() / fixed_length for tokens in live]).sum() / len(live)
 
 
+def slow_weight(config, s: Sequence, t: int) -> float:
+    """Truncated importance weight of a token, 0 outside the band; the engine's log-probs are `behaviour`."""
+    gaps = [number(gap) for gap in s.old - s.behaviour]
+    ratios = {
+        "token": math.exp(gaps[t]),
+        "sequence": math.exp(sum(gaps)),
+        "sequence_mean": math.exp(sum(gaps) / len(s)),
+    }
+    low, high = config.rejection_band
+    if config.rejection_level != "none" and not low <= ratios[config.rejection_level] <= high:
+        return 0.0
+    return min(ratios[config.importance_level], config.tis_cap) if config.tis_cap else 1.0
+
+
 def slow_policy(config, sequences: list[Sequence]) -> Tensor:
     """GRPO (2402.03300 eq. 3), DAPO (2503.14476 eq. 8), Dr. GRPO (2503.20783), GSPO (2507.18071 eq. 5), CISPO
     (2506.13585 eq. 4), REINFORCE; truncated importance weights, KL in the loss, entropy bonus."""
     per_sequence: list[list[Tensor]] = []
+    corrects = config.tis_cap > 0.0 or config.rejection_level != "none"
     for s in sequences:
         tokens: list[Tensor] = []
         if config.ratio == "sequence" and len(s):  # eq. 7
             whole = torch.exp((s.logprobs - s.old).sum() / len(s))
-            alike = config.tis_cap == 0.0 and len(set(s.advantages.tolist())) == 1
+            alike = not corrects and len(set(s.advantages.tolist())) == 1
         for t in range(len(s)):
             advantage = number(s.advantages[t])
             token_ratio = torch.exp(s.logprobs[t] - s.old[t])
@@ -171,8 +186,7 @@ def slow_policy(config, sequences: list[Sequence]) -> Tensor:
                 loss = -min(max(number(ratio), 1 - low), 1 + high) * advantage * s.logprobs[t]
             else:
                 loss = -advantage * s.logprobs[t]
-            if config.tis_cap:
-                loss = loss * min(math.exp(number(s.old[t] - s.behaviour[t])), config.tis_cap)
+            loss = loss * slow_weight(config, s, t)
             if config.kl_coef and config.kl_in == "loss":
                 kl = slow_bounded_kl(config, s.logprobs[t], number(s.reference[t]))
                 if config.kl_ratio_weighted:  # 2512.02556: the plain ratio, whose gradient counts, but not at a bound

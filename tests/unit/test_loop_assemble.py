@@ -300,12 +300,26 @@ def test_reward_metrics_are_means_over_rollouts():
     groups = [group("a", [1.0, 0.0], [2, 4]), group("b", [0.5], [6])]
     metrics = reward_metrics(groups, AccuracyMetric(part="answer", threshold=1.0))
     assert metrics == pytest.approx(
-        {"reward/answer": 0.5, "reward": 0.5, "train_accuracy": 1 / 3, "length": 4.0, "cut_off_share": 0.0}
+        {
+            "reward/answer": 0.5,
+            "reward": 0.5,
+            "train_accuracy": 1 / 3,
+            "length": 4.0,
+            "cut_off_share": 0.0,
+            "stale_tokens_share": 0.0,
+        }
     )
     assert "train_accuracy" not in reward_metrics(groups, None)
     unscored = reward_metrics([*groups, group("c", [9.0], [4], outcome="timeout")], None)
     assert unscored == pytest.approx(
-        {"reward/answer": 0.5, "reward": 0.5, "length": 4.0, "cut_off_share": 0.0, "unscored_share": 0.25}
+        {
+            "reward/answer": 0.5,
+            "reward": 0.5,
+            "length": 4.0,
+            "cut_off_share": 0.0,
+            "stale_tokens_share": 0.0,
+            "unscored_share": 0.25,
+        }
     )
     assert (
         "reward" not in reward_metrics([group("c", [9.0], outcome="timeout")], None) and reward_metrics([], None) == {}
@@ -323,3 +337,12 @@ def test_pairs_keep_the_reference_of_their_own_rollouts():
         ("b", 0, 1.0), ("b", 0, 0.0), ("c", 1, 1.0), ("c", 1, 0.0),
     ]  # fmt: skip
     assert made.num_groups_without_pair == 1
+
+
+def test_stale_tokens_are_those_that_an_older_policy_chose():
+    old, new = group("a", [1.0], [4]), group("b", [0.0], [6])
+    assert reward_metrics([old, new], None)["stale_tokens_share"] == 0.0
+    versions = new.rollouts[0].versions.copy()
+    versions[-5:] = 4
+    continued = replace(new, rollouts=(replace(new.rollouts[0], versions=versions),))
+    assert reward_metrics([old, continued], None)["stale_tokens_share"] == pytest.approx(5 / 10)

@@ -48,6 +48,13 @@ POLICIES = [
     GrpoConfig(kl_coef=0.1, kl_estimator="k2", kl_clamp=0.02),
     GrpoConfig(kl_coef=0.1, kl_ratio_weighted=True),
     GrpoConfig(variant="gspo", kl_coef=0.1, kl_ratio_weighted=True, kl_clamp=0.02),
+    GrpoConfig(importance_level="sequence", tis_cap=1.5),
+    GrpoConfig(tis_cap=5.0, rejection_level="token", rejection_band=(0.8, 1.4), kl_coef=0.1, entropy_coef=0.1),
+    GrpoConfig(
+        variant="dapo", importance_level="sequence", tis_cap=3.0, rejection_level="sequence", rejection_band=(0, 3)
+    ),
+    GrpoConfig(variant="gspo", rejection_level="sequence_mean", rejection_band=(0.9, 1.1)),
+    GrpoConfig(tis_cap=0.0, rejection_level="token", rejection_band=(0.8, 1.4)),
 ]
 PPOS = [PpoConfig(), PpoConfig(aggregation="sequence", value_clip=0.0, kl_coef=0.1, kl_in="loss", kl_estimator="k3")]
 PAIRED = [
@@ -78,6 +85,60 @@ def slow_loss(config, sequences: list[Sequence]) -> torch.Tensor:
         case PpoConfig():
             return slow_policy(config, sequences) + config.vf_coef * slow_values(config, sequences)
     return slow_policy(config, sequences)
+
+
+def test_corrections_say_what_they_did():
+    """Shares of the tokens by hand, and the effective sample size of the weights as applied."""
+    sequences = random_sequences(5, [4, 1, 9, 6], spread=0.6)
+    config = GrpoConfig(tis_cap=1.3, rejection_level="token", rejection_band=(0.6, 1.8))
+    ratios = torch.cat([(s.old - s.behaviour).exp() for s in sequences])
+    kept = (ratios >= 0.6) & (ratios <= 1.8)
+    weights = torch.where(kept, ratios.clamp(max=1.3), torch.zeros(()))
+    metrics = finish_sums(loss_sum(config, chunk_inputs(sequences))[1])
+    expected = {
+        "tis_weight": weights.mean(),
+        "tis_ess": weights.sum() ** 2 / (len(weights) * weights.square().sum()),
+        "tis_truncated_fraction": (ratios >= 1.3).double().mean(),
+        "rejected_fraction": (~kept).double().mean(),
+        "rejected_low_fraction": (ratios < 0.6).double().mean(),
+        "rejected_high_fraction": (ratios > 1.8).double().mean(),
+    }
+    assert 0.1 < expected["rejected_fraction"] < 0.9
+    for name, value in expected.items():
+        assert metrics[name] == pytest.approx(value.item(), rel=1e-5), name
+    assert "tis_weight_square" not in metrics
+    none_kept = config.model_copy(update={"rejection_band": (1.0, 1.0000001)})
+    assert finish_sums(loss_sum(none_kept, chunk_inputs(sequences))[1])["tis_ess"] == 0.0
+
+
+def test_a_rejected_token_gives_nothing_even_where_its_loss_is_not_finite():
+    config = GrpoConfig(rejection_level="token", rejection_band=(0.5, 2.0), surrogate="reinforce")
+    sequence = random_sequences(7, [3], spread=0.0)[0]
+    sequence.logprobs.data[1], sequence.old[1] = -torch.inf, -torch.inf
+    loss, sums = loss_sum(config, chunk_inputs([sequence]))
+    loss.backward()
+    assert loss.isfinite() and sequence.logprobs.grad.isfinite().all() and sequence.logprobs.grad[1] == 0.0
+    assert finish_sums(sums)["rejected_fraction"] == pytest.approx(1 / 3)
+
+
+def test_from_the_engine_the_band_judges_the_current_policy_and_nothing_is_weighed():
+    """ratio_base = "engine": the ratio holds the correction, as in verl's bypass mode."""
+    sequences = random_sequences(9, [5, 8, 3])
+    plain = GrpoConfig(ratio_base="engine")
+    banded = GrpoConfig(ratio_base="engine", rejection_level="token", rejection_band=(0.8, 1.25))
+    inputs = chunk_inputs(sequences, old=False)
+    ratio_N = (inputs.logprobs_N - inputs.behaviour_logprobs_N).detach().exp()
+    kept_N = (ratio_N >= 0.8) & (ratio_N <= 1.25)
+    loss, _ = loss_sum(banded, inputs)
+    loss.backward()
+    grads = torch.cat([s.logprobs.grad for s in sequences])
+    assert 0 < kept_N.sum() < len(kept_N) and (grads[~kept_N] == 0.0).all()
+    for s in sequences:
+        s.clear()
+    loss, sums = loss_sum(plain, chunk_inputs(sequences, old=False))
+    loss.backward()
+    assert "tis_weight" not in sums
+    assert torch.equal(grads[kept_N], torch.cat([s.logprobs.grad for s in sequences])[kept_N])
 
 
 def all_grads(sequences: list[Sequence]) -> np.ndarray:

@@ -103,8 +103,8 @@ def add_part(groups: Sequence[Group], name: str, weight: float, values: np.ndarr
 
 
 def reward_metrics(groups: Sequence[Group], accuracy: AccuracyMetric | None) -> dict[str, float]:
-    """Means over the rollouts of a step: accuracy, length, how completions ended; over those that could be scored: the
-    reward and each part. An empty mapping without groups."""
+    """Means over the rollouts of a step: accuracy, length, how completions ended, tokens that an older policy than the
+    newest one chose; over those that could be scored: the reward and each part. An empty mapping without groups."""
     scores = [score for group in groups for score in group.scores]
     scored = [score for score in scores if score.is_scored]
     rollouts = _rollouts(groups)
@@ -123,6 +123,9 @@ def reward_metrics(groups: Sequence[Group], accuracy: AccuracyMetric | None) -> 
         metrics["train_accuracy"] = float(np.mean([is_right(score, accuracy) for score in scores]))
     metrics["length"] = float(np.mean([int(rollout.sampled.sum()) for rollout in rollouts]))
     metrics["cut_off_share"] = float(np.mean([rollout.finish == "length" for rollout in rollouts]))
+    versions = np.concatenate([rollout.versions[rollout.sampled] for rollout in rollouts])
+    if len(versions):
+        metrics["stale_tokens_share"] = float(np.mean(versions < versions.max()))
     return metrics
 
 

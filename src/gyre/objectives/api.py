@@ -129,6 +129,14 @@ def add_sums(total: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> dict[st
 
 
 def finish_sums(total: Mapping[str, Tensor]) -> dict[str, float]:
-    """Divide once: name -> mean. A metric that nothing was counted for is left out."""
+    """Divide once: name -> mean. A metric that nothing was counted for is left out.
+
+    `tis_ess` is the effective sample size as a share of the tokens, mean(w)^2 / mean(w^2) of the weights as applied
+    (Kish 1965; verl's rollout_is_eff_sample_size). It is 0 where all are rejected.
+    """
     pairs = {name: pair.tolist() for name, pair in total.items()}
-    return {name: value / count for name, (value, count) in pairs.items() if count > 0}
+    means = {name: value / count for name, (value, count) in pairs.items() if count > 0}
+    square = means.pop("tis_weight_square", None)
+    if square is not None:
+        means["tis_ess"] = means["tis_weight"] ** 2 / square if square else 0.0
+    return means

@@ -38,7 +38,8 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "clip_high": 4e-4,
             "aggregation": "sequence",
         },
-        # Ahmadian et al. 2024, arXiv 2402.14740, section 2.2: leave-one-out baseline, every token of equal weight
+        # Ahmadian et al. 2024, arXiv 2402.14740, section 2.2: leave-one-out baseline, every token of equal weight. Each
+        # token has a ratio (verl); TRL clips one ratio per sequence: the same direction on policy, not off policy
         "rloo": {**_GROUP, **_CLIPPED, "baseline": "leave_one_out", "scale": "none", "aggregation": "token"},
         # Hu et al. 2025, arXiv 2501.03262: no group; KL in the reward, normalised over the whole batch's tokens
         "reinforce_pp": {
@@ -77,15 +78,18 @@ class DpoConfig(Section):
 
     kind: Literal["dpo"] = "dpo"
     loss: Literal["sigmoid", "ipo"] = "sigmoid"
-    """sigmoid is DPO (with label_smoothing: cDPO), ipo regresses the log-ratio gap on 1 / (2 beta)."""
+    """sigmoid is DPO (with label_smoothing: cDPO), ipo regresses the log-ratio gap on 1 / (2 beta). The gap is of sums
+    over tokens, as in OpenRLHF; TRL's ipo averages per token, which is average_logprobs = true."""
     beta: float = Field(default=0.1, gt=0.0)
     """How strongly the policy is held to the reference."""
     label_smoothing: float = Field(default=0.0, ge=0.0, lt=0.5)
     """Share of pairs taken to be labelled the wrong way round (cDPO); sigmoid only."""
     average_logprobs: bool = False
-    """Divide each sequence's log-prob by its number of target tokens before pairs are compared."""
+    """Divide each sequence's log-prob by its number of target tokens before pairs are compared (TRL's sigmoid_norm, and
+    its ipo)."""
     sft_coef: float = Field(default=0.0, ge=0.0)
-    """Weight of the chosen sequence's mean negative log-likelihood, added to each pair's loss; 0 turns it off."""
+    """Weight of the chosen sequence's mean negative log-likelihood, added to each pair's loss; 0 turns it off. Pairs
+    have equal weight (Pang et al. 2024, eq. 1); TRL's sft term is a mean over all chosen tokens."""
     pairs: Literal["offline", "online"] = "offline"
     """offline: pairs come from the data; online: from each group of completions, ranked by reward."""
     pairs_per_group: int = Field(default=1, ge=1)
@@ -104,7 +108,8 @@ class PolicyConfig(Section):
     """What the policy-gradient objectives share: ratio, surrogate, KL, correction, aggregation."""
 
     ratio: Literal["token", "sequence"] = "token"
-    """Importance ratio of each token, or one geometric mean per sequence."""
+    """Importance ratio of each token, or one geometric mean per sequence. A token's log-ratio is bounded at ±20 first,
+    as in verl and OpenRLHF; for sequences verl bounds the mean at 10 instead, TRL nothing."""
     surrogate: Literal["clip", "cispo", "reinforce"] = "clip"
     """clip is PPO's pessimistic minimum; cispo clips and detaches the ratio; reinforce has no ratio at all."""
     clip_low: float = Field(default=0.2, ge=0.0, le=1.0)
@@ -117,7 +122,19 @@ class PolicyConfig(Section):
     """Whose log-probs the ratio divides by: the trainer's before the update, or those that the engine sampled with."""
     tis_cap: float = Field(default=2.0, ge=0.0)
     """Truncated importance sampling: tokens are weighted by min(trainer / engine probability, this); 0 turns it
-    off, and so does ratio_base = 'engine', whose ratio already starts there."""
+    off, and so does ratio_base = 'engine', whose ratio already starts there. Under ratio = 'sequence' the weights are
+    the tokens' own, as in verl; TRL gives every token of a sequence the mean weight."""
+    importance_level: Literal["token", "sequence"] = "token"
+    """Whose weight tis_cap truncates: each token's ratio, or the product over its sequence (verl rollout_is; TRL
+    *_truncate). The product is unbiased and has the larger variance."""
+    rejection_level: Literal["none", "token", "sequence", "sequence_mean"] = "none"
+    """What must lie in rejection_band: each token's trainer / engine ratio (IcePop), the product over its sequence, or
+    its geometric mean (verl seq_mean_k1). What lies outside gets weight 0 and still counts in the loss's mean, as in
+    TRL; verl takes it out of the mean too. With ratio_base = 'engine' the trainer's log-probs are the current ones."""
+    rejection_band: tuple[float, float] = (0.5, 2.0)
+    """Lowest and highest ratio that is kept, both included. IcePop is tis_cap = 5, rejection_level = 'token',
+    rejection_band = [0.5, 5]. TRL's default is importance_level = 'sequence', tis_cap = 3,
+    rejection_level = 'sequence', rejection_band = [0, 3]."""
     aggregation: Literal["token", "sequence", "fixed_length"] = "token"
     """What an update's loss is a mean over: its tokens, its sequences, or sequences times fixed_length_tokens."""
     fixed_length_tokens: int = Field(default=0, ge=0)
@@ -150,6 +167,23 @@ class PolicyConfig(Section):
         estimator = values.get("kl_estimator", cls.model_fields["kl_estimator"].default)
         unbounded = estimator in ("k1", "k2") or values.get("kl_ratio_weighted", False)
         return {**values, "kl_clamp": 0.0} if unbounded else values
+
+    @model_validator(mode="after")
+    def check_importance(self) -> PolicyConfig:
+        low, high = self.rejection_band
+        if not 0.0 <= low <= 1.0 <= high or low == high:
+            raise ValueError(
+                f"rejection_band = [{low}, {high}]: need 0 <= low <= 1 <= high and low < high, since engine and "
+                "trainer that agree have a ratio of 1; [0.5, 2.0] is usual"
+            )
+        if self.importance_level == "sequence" and (not self.tis_cap or self.ratio_base == "engine"):
+            raise ValueError(
+                f"importance_level = 'sequence' needs tis_cap > 0 and ratio_base = 'trainer'; got tis_cap = "
+                f"{self.tis_cap}, ratio_base = '{self.ratio_base}': set both, or leave importance_level out"
+            )
+        if self.rejection_level == "none" and self.rejection_band != type(self).model_fields["rejection_band"].default:
+            raise ValueError("rejection_band needs a rejection_level: 'token', 'sequence' or 'sequence_mean'")
+        return self
 
     @model_validator(mode="after")
     def check_policy(self) -> PolicyConfig:
@@ -186,9 +220,11 @@ class GrpoConfig(PolicyConfig):
     variant: Variant = "grpo"
     """Row of named choices that fills every field below that is not set (and those of the policy loss)."""
     baseline: Literal["group_mean", "leave_one_out", "none"] = "group_mean"
-    """What is subtracted from a reward: its group's mean, the mean of its siblings, or nothing."""
+    """What is subtracted from a reward: its group's mean, the mean of its siblings, or nothing. A sample without
+    siblings has advantage 0 (verl: its raw reward)."""
     scale: Literal["group_std", "batch_std", "none"] = "group_std"
-    """What advantages are divided by; batch_std also subtracts the batch mean, over all sampled tokens."""
+    """What advantages are divided by: the group's standard deviation with G - 1 (verl, TRL), or the batch's over all
+    sampled tokens, whose mean is subtracted too, with N (verl: N - 1)."""
     equal_groups: Literal["keep", "drop"] = "keep"
     """keep: groups that teach nothing still count in the loss's mean. drop: they are left out before batch statistics,
     and replaced by up to rollout.max_refills rounds of further prompts (dynamic sampling)."""
@@ -222,11 +258,13 @@ class PpoConfig(PolicyConfig):
     lam: float = Field(default=0.95, ge=0.0, le=1.0)
     """Weight of longer returns in generalised advantage estimation; 1 is Monte Carlo, 0 one-step."""
     whiten: bool = True
-    """Shift and scale the advantages of a step to mean 0 and variance 1 over its tokens."""
+    """Shift and scale the advantages of a step to mean 0 and variance 1 over its N tokens; the variance divides by N
+    (verl: N - 1)."""
     value_clip: float = Field(default=0.2, ge=0.0)
     """How far a value may move from the critic's old one before its loss stops shrinking; 0 turns it off."""
     vf_coef: float = Field(default=0.5, ge=0.0)
-    """Weight of the value loss (half the squared error) beside the policy loss."""
+    """Weight of the value loss (half the squared error) beside the policy loss. verl and OpenRLHF train the critic by
+    itself on the same half, as with 1."""
 
 
 ObjectiveConfig = Annotated[SftConfig | RmConfig | DpoConfig | GrpoConfig | PpoConfig, Field(discriminator="kind")]

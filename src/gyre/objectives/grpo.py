@@ -6,12 +6,16 @@ N target tokens of a chunk, S its sequences.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from gyre.objectives import terms
 from gyre.objectives.config import PolicyConfig
 from gyre.objectives.inputs import LossInputs
+
+LARGE_GAP = math.log(2.0)  # nats: the probabilities differ by more than a factor of two
 
 
 def policy_loss(config: PolicyConfig, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
@@ -34,7 +38,7 @@ def policy_loss(config: PolicyConfig, inputs: LossInputs) -> tuple[Tensor, dict[
         "policy_loss": torch.stack([(weights_N * surrogate_N.detach()).sum().float(), mass]),
         "loss": torch.stack([loss.detach().float(), mass]),
         **_ratio_sums(config, ratio_N, logprobs_N, old_N, inputs.advantages_N),
-        **_gap_sums(inputs, old_N),
+        **_gap_sums(inputs),
         **correction,
         **extras,
     }
@@ -71,16 +75,40 @@ def _old_logprobs(config: PolicyConfig, inputs: LossInputs) -> Tensor:
 
 
 def _corrected(config: PolicyConfig, inputs: LossInputs, loss_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Weigh each token by trainer over engine probability. Not when the ratio itself starts from the engine."""
-    if not config.tis_cap or config.ratio_base == "engine":
+    """Weigh each token by trainer over engine probability, and give weight 0 to what the band rejects. No weights
+    when the ratio itself starts from the engine: there the band judges the current log-probs."""
+    weighs = config.tis_cap > 0.0 and config.ratio_base == "trainer"
+    rejects = config.rejection_level != "none"
+    if not weighs and not rejects:
         return loss_N, {}
-    assert inputs.behaviour_logprobs_N is not None, "tis_cap needs behaviour_logprobs_N; set tis_cap = 0 to go without"
-    weights_N = terms.truncated_weights(_old_logprobs(config, inputs), inputs.behaviour_logprobs_N, config.tis_cap)
-    sums = {
-        "tis_weight": terms.mean_sum(weights_N),
-        "tis_truncated_fraction": terms.mean_sum((weights_N >= config.tis_cap).float()),
-    }
+    assert inputs.behaviour_logprobs_N is not None, (
+        "engine corrections need behaviour_logprobs_N; set tis_cap = 0 and rejection_level = 'none' to go without"
+    )
+    log_ratio_N = _trainer_logprobs(inputs) - inputs.behaviour_logprobs_N
+    spread = log_ratio_N, inputs.sequence_index_N, inputs.target_counts_S
+    weights_N, sums = torch.ones_like(loss_N), {}
+    if weighs:
+        log_weight_N = terms.importance_log_ratio(config.importance_level, *spread)
+        weights_N = terms.truncated_weights(log_weight_N, config.tis_cap)
+        sums["tis_truncated_fraction"] = terms.mean_sum((log_weight_N.exp() >= config.tis_cap).float())
+    if rejects:
+        judged_N = terms.importance_log_ratio(config.rejection_level, *spread)
+        low_N, high_N = terms.out_of_band(judged_N, config.rejection_band)
+        weights_N = torch.where(low_N | high_N, torch.zeros_like(weights_N), weights_N)
+        # A loss that is not finite is what such a token may have; 0 times it is not 0.
+        loss_N = torch.where(low_N | high_N, torch.zeros_like(loss_N), loss_N)
+        sums["rejected_fraction"] = terms.mean_sum((low_N | high_N).float())
+        sums["rejected_low_fraction"] = terms.mean_sum(low_N.float())
+        sums["rejected_high_fraction"] = terms.mean_sum(high_N.float())
+    sums["tis_weight"] = terms.mean_sum(weights_N)
+    sums["tis_weight_square"] = terms.mean_sum(weights_N.square())
     return weights_N * loss_N, sums
+
+
+def _trainer_logprobs(inputs: LossInputs) -> Tensor:
+    """The trainer's log-probs that are held against the engine's: those before the update where a pass made them."""
+    assert inputs.logprobs_N is not None
+    return inputs.logprobs_N.detach() if inputs.old_logprobs_N is None else inputs.old_logprobs_N
 
 
 def _regularised(
@@ -137,17 +165,20 @@ def _ratio_sums(
         }
 
 
-def _gap_sums(inputs: LossInputs, old_N: Tensor) -> dict[str, Tensor]:
+def _gap_sums(inputs: LossInputs) -> dict[str, Tensor]:
     """How far the trainer's log-probs are from those the engine sampled with, weights being equal: 0 and 1 when both
-    compute the same. `logprob_gap_mult` is the mean of exp |difference|, the form that published gates use."""
+    compute the same. `logprob_gap_mult` is the mean of exp |difference|, the form that published gates use. The part
+    where the trainer is above, and the share of large gaps, tell the cause (`observe.mismatch`)."""
     if inputs.behaviour_logprobs_N is None:
         return {}
-    assert inputs.logprobs_N is not None
     with torch.no_grad():
-        trainer_N = inputs.logprobs_N if inputs.old_logprobs_N is None else inputs.old_logprobs_N
-        gap_N = (trainer_N - inputs.behaviour_logprobs_N).abs().clamp(max=terms.LOG_RATIO_BOUND)
+        trainer_N = _trainer_logprobs(inputs)
+        signed_N = terms.log_ratio(trainer_N, inputs.behaviour_logprobs_N)
+        gap_N = signed_N.abs()
         return {
             "logprob_gap": terms.mean_sum(gap_N),
             "logprob_gap_mult": terms.mean_sum(gap_N.exp()),
+            "logprob_gap_above": terms.mean_sum(signed_N.clamp(min=0.0)),
+            "logprob_gap_large_fraction": terms.mean_sum((gap_N > LARGE_GAP).float()),
             "engine_kl": terms.mean_sum(terms.kl_estimate("k3", inputs.behaviour_logprobs_N, trainer_N)),
         }

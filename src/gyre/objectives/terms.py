@@ -119,8 +119,27 @@ def ratio_weighted(kl_N: Tensor, bounded_N: Tensor, log_weight_N: Tensor) -> Ten
     return kl_N * torch.where(bounded_N > 0, weight_N.detach(), weight_N)
 
 
-def truncated_weights(trainer_logprobs_N: Tensor, engine_logprobs_N: Tensor, cap: float) -> Tensor:
+def importance_log_ratio(level: str, log_ratio_N: Tensor, sequence_index_N: Tensor, target_counts_S: Tensor) -> Tensor:
+    """log(trainer / engine) that weighs or judges each token, [N], detached and bounded at LOG_RATIO_BOUND: its own
+    ("token"), the sum over its sequence ("sequence"), or the mean over it ("sequence_mean").
+
+    `log_ratio_N` is not bounded: verl bounds a sequence's sum and not its tokens.
+    """
+    with torch.no_grad():
+        if level != "token":
+            sums_S = sequence_sums(log_ratio_N, sequence_index_N, target_counts_S.shape[0])
+            log_ratio_S = sums_S if level == "sequence" else sums_S / target_counts_S.clamp(min=1)
+            log_ratio_N = log_ratio_S[sequence_index_N]
+        return log_ratio_N.detach().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
+def truncated_weights(log_weight_N: Tensor, cap: float) -> Tensor:
     """min(trainer / engine probability, cap) per token, detached: truncated importance sampling (Ionides 2008;
     Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training")."""
-    with torch.no_grad():
-        return log_ratio(trainer_logprobs_N, engine_logprobs_N).exp().clamp(max=cap)
+    return log_weight_N.detach().exp().clamp(max=cap)
+
+
+def out_of_band(log_ratio_N: Tensor, band: tuple[float, float]) -> tuple[Tensor, Tensor]:
+    """Whether each ratio lies below the band, and whether above it: bool [N] each. Its ends belong to the band."""
+    ratio_N = log_ratio_N.exp()
+    return ratio_N < band[0], ratio_N > band[1]

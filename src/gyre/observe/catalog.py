@@ -99,6 +99,21 @@ PANELS = (
         metrics=("logprob_gap", "logprob_gap/*"),
     ),
     Panel(
+        panel_id="corrections",
+        title="Engine corrections",
+        unit="fraction",
+        help="Effective sample size of the importance weights as a share of the tokens, and the shares of tokens "
+        "truncated at tis_cap, outside the rejection band, and chosen by older weights.",
+        metrics=(
+            "tis_ess",
+            "tis_truncated_fraction",
+            "rejected_fraction",
+            "rejected_low_fraction",
+            "rejected_high_fraction",
+            "stale_tokens_share",
+        ),
+    ),
+    Panel(
         panel_id="loss",
         title="Loss",
         unit="",

@@ -22,8 +22,10 @@ from typing import Any
 
 from gyre.core.errors import InputError
 from gyre.observe.events import LiveRows, count_events, is_counted, read_events, weight_of
+from gyre.observe.jsonl import as_number
 from gyre.observe.live import event_detail, over, show_measure, show_seconds, trace_lines
 from gyre.observe.live_state import failure_of
+from gyre.observe.mismatch import find_mismatch
 from gyre.observe.report_curves import curve_panels, outcomes
 from gyre.observe.report_samples import samples
 from gyre.observe.report_story import Story, tell
@@ -61,6 +63,7 @@ def gather(folder: Path) -> dict[str, Any]:
         "format": FORMAT,
         "run": describe_run(folder, rows, story),
         "outcomes": outcomes(story),
+        "mismatches": mismatches(story),
         "panels": panels,
         "constants": constants,
         "curveNotes": curve_notes,
@@ -172,6 +175,19 @@ def counted_events(story: Story) -> list[dict[str, Any]]:
                 example["detail"] = f"{example['count']} ×  {example['detail']}"
             del example["count"]
     return sorted(by_kind.values(), key=lambda entry: -entry["count"])
+
+
+def mismatches(story: Story) -> list[str]:
+    """Return one line for each stage whose engine and trainer disagree by more than rounding."""
+    dtype = str(_last_row(story, "run.started").get("dtype") or "")
+    steps: dict[str, list[dict[str, float]]] = {}
+    for told in story.of_kind("step.done"):
+        numbers = {name: as_number(value) for name, value in (told.row.get("metrics") or {}).items()}
+        known = {name: value for name, value in numbers.items() if value is not None}
+        steps.setdefault(told.stage, []).append(known)
+    found = {stage: find_mismatch(metrics, dtype) for stage, metrics in steps.items()}
+    several = len(steps) > 1
+    return [f"Stage {stage}: {one.line}" if several else one.line for stage, one in found.items() if one is not None]
 
 
 def _detail(row: Mapping[str, Any]) -> str:

@@ -10,6 +10,7 @@ function overview() {
   if (parts.length) node.append(el("div", { class: parts.length === 1 ? "hero-grid single" : "hero-grid" }, parts));
   const facts = tiles();
   node.append(el("div", { class: "tiles", style: { "--columns": facts.length > 6 ? Math.ceil(facts.length / 2) : facts.length } }, facts));
+  node.append(...DATA.mismatches.map(note));
 }
 
 function chips() {
