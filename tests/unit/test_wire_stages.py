@@ -15,7 +15,7 @@ from test_data_examples import TOKENIZER
 from test_data_sources import Events, write_jsonl
 
 from gyre.core.errors import ConfigError, InputError
-from gyre.loop.evaluate import Outcome
+from gyre.loop.evaluate import share_outcome
 from gyre.models.spec import hub_config_from_spec
 from gyre.observe.events import is_counted
 from gyre.parallel.config import ParallelConfig
@@ -136,7 +136,7 @@ def test_eval_asks_the_problems_that_the_run_asked(tmp_path, monkeypatch):
     class Judge:
         async def run(self, prompts):
             asked.extend(prompts)
-            return Outcome(metric="accuracy", value=0.0, n=len(prompts), detail={})
+            return share_outcome("accuracy", [0.0] * len(prompts), "none is right", {})
 
     class Nothing:
         async def start(self, *, dummy: bool) -> None: ...

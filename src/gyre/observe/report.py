@@ -22,8 +22,8 @@ from typing import Any
 
 from gyre.core.errors import InputError
 from gyre.observe.events import LiveRows, count_events, is_counted, read_events, weight_of
-from gyre.observe.live import event_detail, over, show_measure, show_seconds, trace_lines
-from gyre.observe.live_state import failure_of
+from gyre.observe.live import contradiction_line, event_detail, over, show_measure, show_seconds, trace_lines
+from gyre.observe.live_state import CONTRADICTION, failure_of
 from gyre.observe.report_curves import curve_panels, outcomes
 from gyre.observe.report_samples import samples
 from gyre.observe.report_story import Story, tell
@@ -61,6 +61,7 @@ def gather(folder: Path) -> dict[str, Any]:
         "format": FORMAT,
         "run": describe_run(folder, rows, story),
         "outcomes": outcomes(story),
+        "contradiction": contradiction(story),
         "panels": panels,
         "constants": constants,
         "curveNotes": curve_notes,
@@ -174,6 +175,12 @@ def counted_events(story: Story) -> list[dict[str, Any]]:
     return sorted(by_kind.values(), key=lambda entry: -entry["count"])
 
 
+def contradiction(story: Story) -> str | None:
+    """Return what training and held-out figures say against each other, by the newest such row."""
+    row = _last_row(story, CONTRADICTION)
+    return contradiction_line(row) if row else None
+
+
 def _detail(row: Mapping[str, Any]) -> str:
     if failure_of(row) is None or not row.get("reason"):
         return event_detail(row)[:1000]
@@ -234,12 +241,13 @@ def summarise(data: Mapping[str, Any]) -> str:
         steps = sum(stage["steps"] for stage in run["stages"])
         return f"{steps:,} steps {spent}."
     first = results[0]
-    measure = "loss" if first["unit"] == "" else "accuracy"
-    after = show_measure(measure, first["after"]["value"])
-    title, n = first["title"].capitalize(), over(first["after"])
+    measure, newest = first["measure"], first["after"]
+    after = show_measure(measure, newest["value"])
+    title, n = first["title"].capitalize(), over({measure: newest["value"], **newest})
+    meaning = f" {measure.replace('_', ' ').capitalize()}: {first['meaning']}." if first["meaning"] else ""
     if len(first["path"]) == 1:
-        return f"{title} {after}{n}."
-    return f"{title} {show_measure(measure, first['before']['value'])} → {after}{n} {spent}."
+        return f"{title} {after}{n}.{meaning}"
+    return f"{title} {show_measure(measure, first['before']['value'])} → {after}{n} {spent}.{meaning}"
 
 
 def _asset(name: str) -> str:

@@ -8,13 +8,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gyre.observe.catalog import EVAL_MEASURES, PANELS, Panel, eval_measure, eval_title, place
+from gyre.observe.catalog import EVAL_MEASURES, PANELS, SHARES, Panel, eval_interval, eval_measure, eval_title, place
 from gyre.observe.events import RESERVED
+from gyre.observe.intervals import wilson_interval
 from gyre.observe.jsonl import as_number
 from gyre.observe.report_story import Story, Told, spread
 
 MAX_POINTS = 1200  # per series; more are shown as means of neighbours, and the page says so
 FRACTION_ENDINGS = ("_fraction", "_share", "accuracy")
+
+NOT_MEASURED = {"step", "n", "standard_error"}  # numbers of an evaluation that have no curve
 
 Point = tuple[float, float, float | None, float]  # x (step), run time in seconds, value or None, problems
 
@@ -26,6 +29,7 @@ class Series:
     name: str
     dots: bool  # an evaluation, not a value of each step
     points: list[Point] = field(default_factory=list)
+    intervals: dict[float, tuple[float, float]] = field(default_factory=dict)  # 95 %, of points by x
 
 
 def gather_series(story: Story) -> dict[str, Series]:
@@ -42,7 +46,10 @@ def gather_series(story: Story) -> dict[str, Series]:
         for name, value in eval_numbers(told).items():
             label = f"{told.row.get('name', 'eval')}: {name}"
             point = (x, told.time_s, _finite(value), float(told.row.get("n") or 0))
-            found.setdefault(label, Series(label, True)).points.append(point)
+            series = found.setdefault(label, Series(label, True))
+            series.points.append(point)
+            if (judged := eval_measure(told.row)) and judged[0] == name and (interval := eval_interval(told.row)):
+                series.intervals[x] = interval
     return found
 
 
@@ -50,7 +57,7 @@ def eval_numbers(told: Told) -> dict[str, float]:
     """Return the measures of one evaluation."""
     detail = told.row.get("detail")
     fields = {**(detail if isinstance(detail, Mapping) else {}), **told.row}
-    own = {name: as_number(value) for name, value in fields.items() if name not in RESERVED | {"step", "n"}}
+    own = {name: as_number(value) for name, value in fields.items() if name not in RESERVED | NOT_MEASURED}
     return {name: value for name, value in own.items() if value is not None}
 
 
@@ -105,8 +112,11 @@ def _series_json(series: Series, panel: Panel) -> dict[str, Any]:
     }
     if series.dots:
         result["n"] = [int(n) for _, _, _, n in points]
-        if panel.unit == "fraction":
-            bounds = [wilson_interval(value, int(n)) for _, _, value, n in points]
+        shares = panel.unit == "fraction"
+        bounds = [
+            series.intervals.get(x) or (wilson_interval(value, int(n)) if shares else None) for x, _, value, n in points
+        ]
+        if any(bounds):
             result["lo"] = [significant(bound[0]) if bound else None for bound in bounds]
             result["hi"] = [significant(bound[1]) if bound else None for bound in bounds]
     return result
@@ -177,30 +187,26 @@ def outcomes(story: Story) -> list[dict[str, Any]]:
             continue
         measure, value = judged
         step, n = told.row.get("step") or 0, int(told.row.get("n") or 0)
-        interval = None if measure == "loss" else wilson_interval(value, n)
         point = {"value": value, "n": n, "step": step, "x": story.x(told.stage, float(step)), "stage": told.stage,
-                 "interval": interval}  # fmt: skip
+                 "interval": eval_interval(told.row), "meaning": str(told.row.get("meaning") or "")}  # fmt: skip
         paths.setdefault((str(told.row.get("name", "eval")), measure), []).append(point)
     result = [
         {
             "title": eval_title(name, measure),
-            "unit": "" if measure == "loss" else "fraction",
+            "measure": measure,
+            "meaning": path[-1]["meaning"],
+            "unit": "fraction" if measure in SHARES else "",
             "before": path[0],
             "after": path[-1],
             "path": path,
         }
         for (name, measure), path in paths.items()
     ]
-    return sorted(result, key=lambda out: (out["unit"] == "", "held" not in out["title"], len(out["path"]) < 2))
-
-
-def wilson_interval(share: float | None, n: int, z: float = 1.96) -> tuple[float, float] | None:
-    """Return the 95 % interval of a share seen in n trials (Wilson 1927). None without trials."""
-    if share is None or n <= 0 or not 0.0 <= share <= 1.0:
-        return None
-    middle = (share + z * z / (2 * n)) / (1 + z * z / n)
-    half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    return (max(0.0, middle - half), min(1.0, middle + half))
+    order = EVAL_MEASURES.index  # a share or a reward before a loss
+    return sorted(
+        result,
+        key=lambda out: (order(out["measure"]) > order("reward"), "held" not in out["title"], len(out["path"]) < 2),
+    )
 
 
 def significant(value: float | None, digits: int = 6) -> float | None:

@@ -17,9 +17,10 @@ from gyre import __version__
 from gyre.core.errors import GyreError, RewardError, SnapshotError
 from gyre.loop.ports import Observers
 from gyre.loop.resume import Progress, from_snapshot
+from gyre.observe.contradictions import Watch
 from gyre.observe.events import EventLog, next_attempt, read_events
 from gyre.observe.hardware import describe_hardware
-from gyre.observe.live import make_progress
+from gyre.observe.live import make_progress, show_measure
 from gyre.observe.report import write_report
 from gyre.observe.samples import SampleLog
 from gyre.observe.spans import Spans
@@ -77,6 +78,14 @@ class Run:
         self._progress = make_progress(plain=plain, history=read_events(folder / "events.jsonl"))
         self._events.subscribe(self._progress)
         self._sinks = make_sinks(config, folder, self._events)
+        self._events.subscribe(
+            Watch(
+                self._emit,
+                temperatures=(config.rollout.temperature, config.eval.temperature),
+                show=show_measure,
+                history=read_events(folder / "events.jsonl"),
+            )
+        )
         self._spans = Spans(self._emit)
         if self._lock is None:
             self._emit("warn.run_not_locked", reason="the file system knows no locks")

@@ -23,7 +23,7 @@ function lead() {
   const first = DATA.outcomes[0];
   const spent = `${RUN.finished ? "in" : "so far, after"} ${seconds(RUN.seconds)}`;
   if (first.path.length < 2) return `One evaluation ${spent}.`;
-  if (first.unit !== "fraction") return `${capital(first.title)} from ${number(first.before.value)} to ${number(first.after.value)} ${spent}.`;
+  if (first.unit !== "fraction" || first.measure !== "accuracy") return `${capital(first.title)} from ${shown(first.before.value, first.unit)} to ${shown(first.after.value, first.unit)} ${spent}.`;
   const points = (first.after.value - first.before.value) * 100;
   if (Math.abs(points) < 0.05) return `As accurate as at the start, ${spent}.`;
   return `${Math.abs(points).toFixed(1)} points ${points > 0 ? "more" : "less"} accurate ${spent}.`;
@@ -40,8 +40,10 @@ function outcomeCard() {
       several ? [el("span", { class: "outcome-before" }, tight(first.before.value, first.unit)), arrow()] : null,
       el("span", { class: "outcome-after" }, tight(first.after.value, first.unit))),
     several && first.path.length > 2 ? pathChart(first) : null,
+    first.meaning ? el("p", { class: "outcome-meaning" }, `${capital(words(first.measure))}: ${first.meaning}`) : null,
+    DATA.contradiction ? el("p", { class: "outcome-warning", role: "note" }, capital(DATA.contradiction)) : null,
     el("div", { class: "outcome-more" },
-      interval ? el("span", {}, "95 % interval ", el("b", {}, `${percent(interval[0])} – ${percent(interval[1])}`)) : null,
+      interval ? el("span", {}, "95 % interval ", el("b", {}, `${shown(interval[0], first.unit)} to ${shown(interval[1], first.unit)}`)) : null,
       others.slice(0, 4).map((other) => el("span", {}, `${other.title} `, el("b", {}, span(other))))));
 }
 
