@@ -69,7 +69,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
 def test_header_and_outcome_are_there_without_a_script(page: Page) -> None:
     text = " ".join(page.text)
     assert "arith_grpo_cpu" in text
-    assert "Held out accuracy 0.0% → 94.0% (n = 512, 95 % interval 91.5% to 95.7%) in 6 min" in text
+    assert "Held out accuracy 0.0% → 94.0% (n = 512, 95 % interval 91.6% to 95.7%) in 6 min" in text
 
 
 def test_nothing_is_loaded_from_anywhere(page: Page) -> None:

@@ -53,8 +53,8 @@ class Contradiction:
 
 
 def training_figure(measure: str, steps: Sequence[Step]) -> Figure | None:
-    """One figure of neighbouring steps; None where they do not tell how sure it is. Each prompt is one trial of a share,
-    since its completions are alike."""
+    """One figure of neighbouring steps; None where they do not tell how sure it is. Each prompt is one trial of a
+    share, since its completions are alike."""
     if not steps:
         return None
     value = math.fsum(step.value for step in steps) / len(steps)

@@ -15,6 +15,7 @@ from gyre.observe.jsonl import as_number
 from gyre.observe.report_story import Story, Told, spread
 
 MAX_POINTS = 1200  # per series; more are shown as means of neighbours, and the page says so
+ALWAYS_SHOWN = ("reward", "accuracy", "loss")
 FRACTION_ENDINGS = ("_fraction", "_share", "accuracy")
 
 NOT_MEASURED = {"step", "n", "standard_error"}  # numbers of an evaluation that have no curve
@@ -78,6 +79,9 @@ def curve_panels(story: Story) -> tuple[list[dict[str, Any]], list[dict[str, Any
             constants.append({"name": series.name, "value": constant})
         else:
             placed.setdefault(f"~{metric.split('/')[0]}", []).append((0, series))
+    for panel in PANELS:
+        if panel.panel_id in placed and _is_empty(panel, [series for _, series in placed[panel.panel_id]]):
+            constants += [{"name": s.name, "value": s.points[0][2]} for _, s in placed.pop(panel.panel_id)]
     known = [_panel_json(panel, placed.pop(panel.panel_id)) for panel in PANELS if panel.panel_id in placed]
     other = [_panel_json(_own_panel(key[1:]), placed[key]) for key in sorted(placed)]
     return known + other, constants, notes
@@ -216,6 +220,17 @@ def significant(value: float | None, digits: int = 6) -> float | None:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
+
+
+def _is_empty(panel: Panel, members: Sequence[Series]) -> bool:
+    """Say whether a panel has nothing to see: no finite number, or nothing that ever changed. What a run is about is
+    shown even then."""
+    values = [[value for _, _, value, _ in series.points if value is not None] for series in members]
+    if not any(values):
+        return True
+    if panel.panel_id in ALWAYS_SHOWN or all(len(series.points) == 1 for series in members):
+        return False
+    return all(len(set(own)) <= 1 and len(own) in (0, len(s.points)) for own, s in zip(values, members, strict=True))
 
 
 def _constant(series: Series) -> float | None:

@@ -39,7 +39,7 @@ function outcomeCard() {
     el("div", { class: "outcome-numbers", role: "img", "aria-label": span(first) },
       several ? [el("span", { class: "outcome-before" }, tight(first.before.value, first.unit)), arrow()] : null,
       el("span", { class: "outcome-after" }, tight(first.after.value, first.unit))),
-    several && first.path.length > 2 ? pathChart(first) : null,
+    several && first.path.length > 2 ? [pathChart(first), el("p", { class: "outcome-axis" }, `${capital(first.title)}${first.unit === "fraction" ? " (%)" : ""} over steps, ${count(first.path.length)} evaluations`)] : null,
     first.meaning ? el("p", { class: "outcome-meaning" }, `${capital(words(first.measure))}: ${first.meaning}`) : null,
     DATA.contradiction ? el("p", { class: "outcome-warning", role: "note" }, capital(DATA.contradiction)) : null,
     el("div", { class: "outcome-more" },
@@ -146,9 +146,20 @@ function tiles() {
     const sorted = speed.v.filter((value, at) => value !== null && stageAt(speed.x[at]) === stage).sort((a, b) => a - b);
     if (sorted.length) tile("Tokens per second", number(sorted[sorted.length >> 1]), `median of ${stage && RUN.stages.length > 1 ? words(stage.name) : "the run"}`);
   }
-  if (DATA.memory) tile("Peak device memory", bytes(peakOf("device").total), peakOf("device").phase === "idle" ? "between phases" : `in ${peakOf("device").phase || "the run"}`);
+  if (DATA.memory) peakTile(tile);
   tile("Counted events", count(RUN.numCounted), RUN.numCounted ? "fallbacks, drops, retries" : "nothing fell back");
   return made;
+}
+
+// The most that was ever allocated, as the allocator or the system measured it within phases; else the largest sum of
+// components at the end of a phase, which is less.
+function peakTile(tile) {
+  const { peak } = DATA.memory;
+  const at = (phase) => (phase === "idle" ? "between phases" : `in ${phase || "the run"}`);
+  const held = peakOf("device");
+  if (!peak) tile("Most held by components", bytes(held.total), at(held.phase));
+  else if (peak.of === "device") tile("Peak device memory", bytes(peak.bytes), at(peak.phase));
+  else tile("Peak process memory", bytes(peak.bytes), `components ${bytes(held.total)} at most`);
 }
 
 function peakOf(tier) {
