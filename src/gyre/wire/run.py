@@ -7,7 +7,7 @@ Caller: wire.commands.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -231,8 +231,8 @@ class Run:
         """Decide, and write down what was decided. A resumed run keeps its number of KV pages, however much memory is
         free now: with fewer of them completions are preempted, which shows in the last bits of what they sample."""
         path = self._folder / ("plan.json" if stage.name == MAIN else f"plan.{stage.name}.json")
-        config = self._config
-        if path.is_file():
+        config, resumed = self._config, path.is_file()
+        if resumed:
             pages = Plan.from_json(path.read_text(encoding="utf-8")).kv_pages
             config = config.model_copy(update={"engine": config.engine.model_copy(update={"num_pages": pages})})
         dtype = dtype_name(self._machine)
@@ -246,6 +246,8 @@ class Run:
             share=self._placement.share,
             ranks=self._placement.ranks,
         )
+        if resumed and plan.kv_pages and not self._config.engine.num_pages:
+            plan = replace(plan, reasons={**plan.reasons, "kv_pages": "as in the first attempt"})
         check_invariant(config, stage, policy.spec, self._machine, plan.page_tokens)
         aside = path.with_suffix(".partial")
         aside.write_text(plan.to_json(), encoding="utf-8")

@@ -302,6 +302,7 @@ def read_inputs(
         max_queued=config.engine.max_queued,
         max_queued_tokens=config.engine.max_queued_tokens,
         max_refills=config.rollout.max_refills if drops_equal(stage.objective) else 0,
+        not_given=not_given(config, stage),
         remarks=filter_remarks(config, stage.objective),
         engine_tokens_per_step=config.engine.token_budget,
         batch_invariant=config.engine.batch_invariant,
@@ -315,6 +316,27 @@ def read_inputs(
         reference_average=bool(stage.trainer.reference_moving_average),
         sum_gradients=config.parallel.sum_gradients,
     )
+
+
+def not_given(config: RunConfig, stage: Stage) -> dict[str, str]:
+    """Names of the plan that neither the file nor --set gave a value for, and where their values come from."""
+    cold = stage.name != MAIN and config.cold_start is not None
+    generated = needs_rollouts(stage.objective)
+    given = {
+        "objective": not cold and "kind" in config.objective.model_fields_set,
+        "prompts_per_step": "examples_per_step" in config.cold_start.model_fields_set
+        if cold and config.cold_start is not None
+        else "prompts_per_step" in config.rollout.model_fields_set,
+        "completions_per_prompt": generated and "completions_per_prompt" in config.rollout.model_fields_set,
+        "tokens_per_chunk": "tokens_per_chunk" in config.trainer.model_fields_set,
+        "max_running": "max_running" in config.engine.model_fields_set,
+        "dtype": config.run.dtype != "auto",
+    }
+    words = {
+        "objective": "a cold start is supervised" if cold else "default",
+        "completions_per_prompt": "default" if generated else f"sequences of one row for {stage.objective.kind}",
+    }
+    return {name: words.get(name, "default") for name, is_given in given.items() if not is_given}
 
 
 def filter_remarks(config: RunConfig, objective: AnyObjective) -> tuple[str, ...]:
