@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,15 @@ from gyre.runconfig import RunConfig, apply_overrides, parse_run_config
 from gyre.wire import commands
 from gyre.wire.clusters import Request, plan_stages_for
 from gyre.wire.make import Machine, check_invariant
-from gyre.wire.stages import cut_hardware, expected_ranks, lie_over, load_stage_data, plan_run, plan_stages
+from gyre.wire.stages import (
+    cut_hardware,
+    expected_ranks,
+    lie_over,
+    load_stage_data,
+    plan_run,
+    plan_stages,
+    rate_remarks,
+)
 
 ROWS = [{"prompt": f"p{i}", "response": f"r{i}", "chosen": f"good{i}", "rejected": f"bad{i}"} for i in range(40)]
 
@@ -248,6 +257,31 @@ def test_devices_that_share_a_machine_share_its_memory(device, whole):
 
 
 SHAPE = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "mlp_size": 16}
+
+
+@pytest.mark.parametrize("key", ["trainer.learning_rate", "trainer.critic_learning_rate", "cold_start.learning_rate"])
+def test_a_learning_rate_that_destroys_the_model_is_named(tmp_path, key):
+    tree = {
+        "model": {"shape": SHAPE},
+        "data": {"source": "jsonl", "path": str(write_jsonl(tmp_path / "graded.jsonl", GRADED)), "overlong": "drop"},
+        "rewards": {"parts": [{"kind": "answer"}]},
+        "objective": {"kind": "ppo"},
+        "cold_start": {},
+    }
+
+    def remarks(value: str) -> list[str]:
+        config = parse_run_config(apply_overrides(tree, [f"{key}={value}"]), where="run.toml")
+        return [remark for stage in plan_stages(config, "all") for remark in rate_remarks(stage)]
+
+    for value in ("1e9", "1.5"):
+        with pytest.raises(ConfigError, match=re.escape(key)) as caught:
+            remarks(value)
+        assert value in caught.value.message or str(float(value)) in caught.value.message
+    (remark,) = remarks("0.5")
+    assert remark.startswith(f"{key} = 0.5: ")
+    assert remarks("3e-3") == []
+
+
 LABELS = {
     "objective": "objective.kind='grpo'",
     "prompts_per_step": "rollout.prompts_per_step=16",

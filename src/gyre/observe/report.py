@@ -47,8 +47,17 @@ def write_report(run_folder: Path | str) -> Path:
         )
     page = render_page(gather(folder))
     target, aside = folder / "report.html", folder / "report.html.part"
-    aside.write_text(page, encoding="utf-8", errors="replace")  # a name may hold half of a character
-    os.replace(aside, target)
+    try:
+        aside.write_text(page, encoding="utf-8", errors="replace")  # a name may hold half of a character
+        os.replace(aside, target)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise InputError(
+            f"cannot write {target}: {error.strerror or error}; the page takes {len(page.encode('utf-8', 'replace')):,} "
+            "bytes",
+            hint="free space there, or make the folder writable, then: "
+            f"gyre report {folder}; an older report.html is as it was",
+        ) from error
     return target
 
 

@@ -129,7 +129,9 @@ def _settle_base(inputs: PlanInputs, hardware: Hardware) -> tuple[_Base, dict[st
     sequences = inputs.prompts_per_step * inputs.completions_per_prompt
     max_running = inputs.max_running or min(sequences, MOST_RUNNING[device])
     reasons["max_running"] = (
-        _source(inputs, "max_running") if inputs.max_running else f"a step's {sequences} sequences, at most " + str(MOST_RUNNING[device])
+        _source(inputs, "max_running")
+        if inputs.max_running
+        else f"a step's {sequences} sequences, at most " + str(MOST_RUNNING[device])
     )
     reasons["page_tokens"] = "given" if inputs.page_tokens else "default"
     base = _Base(

@@ -46,7 +46,7 @@ from gyre.wire.make import (
 from gyre.wire.order import MAIN
 from gyre.wire.placement import Inline, Placement, stage_store
 from gyre.wire.stage import Built
-from gyre.wire.stages import Stage, StageData, load_stage_data, plan_run, plan_stages
+from gyre.wire.stages import Stage, StageData, load_stage_data, plan_run, plan_stages, rate_remarks
 
 MISREAD = (
     "transformers reads tokenizer files beside a model of this family by its own rules, so the export's would give "
@@ -252,6 +252,8 @@ class Run:
         aside = path.with_suffix(".partial")
         aside.write_text(plan.to_json(), encoding="utf-8")
         aside.replace(path)
+        for reason in rate_remarks(stage):
+            self._emit("warn.learning_rate_high", stage=stage.name, reason=reason)
         self._emit(
             "plan.made", stage=stage.name, residency=plan.residency, kv_pages=plan.kv_pages, notes=list(plan.notes)
         )
