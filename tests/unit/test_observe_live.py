@@ -123,6 +123,34 @@ def test_the_terminal_rounds_as_the_page_does() -> None:
     ]
 
 
+def test_the_panel_leaves_room_for_what_a_terminal_echoes_behind_it(tmp_path: Path) -> None:
+    """Ctrl-C twice shows as ^C^C behind the last line. Were the line full, it would wrap and leave half a panel."""
+    for width in (40, 80, 200):
+        console = Console(file=io.StringIO(), width=width, force_terminal=True)
+        panel = PanelProgress(console, clock=lambda: 2.0)
+        log = EventLog(tmp_path / f"{width}.jsonl", attempt=1, clock=Clock())
+        log.emit("stage.started", stage="main", steps=4)
+        for row in read_events(tmp_path / f"{width}.jsonl"):
+            panel(row)
+        lines = console.render_lines(panel.render(), pad=False)
+        panel.close()
+        assert len(lines) >= 4
+        assert max(sum(segment.cell_length for segment in line) for line in lines) == width - len("^C^C") - 1
+
+
+def test_lines_that_go_into_a_pipe_hold_no_escape_codes(tmp_path: Path) -> None:
+    run_rows(tmp_path, Clock())
+    with (tmp_path / "piped").open("w+", encoding="utf-8") as piped:
+        progress = make_progress(console=Console(file=piped))
+        assert isinstance(progress, LineProgress)
+        for row in read_events(tmp_path / "events.jsonl"):
+            progress(row)
+        progress.summary(tmp_path)
+        piped.seek(0)
+        text = piped.read()
+    assert text.count("[main ") == 4 and "\x1b" not in text and "\r" not in text
+
+
 def test_a_reward_model_is_not_to_be_talked_to(tmp_path: Path) -> None:
     log, stream = EventLog(tmp_path / "events.jsonl", attempt=1, clock=Clock()), io.StringIO()
     progress = LineProgress(Console(file=stream, width=300))

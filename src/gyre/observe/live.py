@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from rich.box import ROUNDED
 from rich.console import Console, Group, RenderableType
+from rich.constrain import Constrain
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -23,6 +24,7 @@ from gyre.observe.catalog import SHARES, eval_interval, eval_measure, eval_title
 from gyre.observe.events import RESERVED
 from gyre.observe.live_state import CONTRADICTION, LiveState, advance, failure_of
 
+ECHO_COLUMNS = 5  # that stay free to the right of the panel, for ^C^C
 MOST_KINDS = 3  # of counted events that the end of a run names
 SPARKS = "▁▂▃▄▅▆▇█"
 SHOWN = (("reward", "reward"), ("accuracy", "accuracy"), ("loss", "loss"), ("length", "length"), ("kl", "KL"),
@@ -121,7 +123,9 @@ class PanelProgress:
             self.close()
 
     def render(self) -> RenderableType:
-        return render_panel(self._state, self._clock())
+        """The cursor rests behind the last line. A terminal echoes ^C there: a line that wrapped would move the panel
+        down by one, and leave its first line behind when it is erased."""
+        return Constrain(render_panel(self._state, self._clock()), max(1, self._console.width - ECHO_COLUMNS))
 
     def close(self) -> None:
         if self._live is not None:

@@ -53,8 +53,7 @@ def write_report(run_folder: Path | str) -> Path:
     except OSError as error:
         aside.unlink(missing_ok=True)
         raise InputError(
-            f"cannot write {target}: {error.strerror or error}; the page takes {len(page.encode('utf-8', 'replace')):,} "
-            "bytes",
+            f"cannot write {target}: {error.strerror or error}; the page takes about {len(page):,} bytes",
             hint="free space there, or make the folder writable, then: "
             f"gyre report {folder}; an older report.html is as it was",
         ) from error

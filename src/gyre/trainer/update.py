@@ -91,8 +91,8 @@ def refuse_divergence(lost_steps: int, rates: Mapping[str, float], *, step: int)
         return
     told = " and ".join(f"{rate:g} of the {name}" for name, rate in rates.items())
     raise DivergedError(
-        f"no update of the last {lost_steps} steps, up to step {step}, had a finite gradient: training has diverged, with "
-        f"a learning rate of {told}",
+        f"no update of the last {lost_steps} steps, up to step {step}, had a finite gradient: training has diverged, "
+        f"with a learning rate of {told}",
         hint="lower trainer.learning_rate (of a cold start: cold_start.learning_rate), and begin anew or resume from "
         "a snapshot before it; events.jsonl has the first trainer.update_skipped",
     )
