@@ -82,7 +82,7 @@ def test_an_accuracy_comes_with_its_meaning_and_its_wilson_interval(tmp_path):
     numbers = turn(bench).evals["accuracy"]
     row, n = bench.rows("eval.done")[-1], len(HELD_OUT)
     assert row["meaning"] == numbers["meaning"] == RIGHT.meaning
-    assert row["interval"] == numbers["interval"] == list(wilson_interval(row["accuracy"], n))
+    assert row["interval"] == numbers["interval"] == list(wilson_interval(row["accuracy"], n) or ())
     assert row["standard_error"] == pytest.approx((row["accuracy"] * (1 - row["accuracy"]) / n) ** 0.5)
     assert numbers["before_interval"] == bench.rows("eval.done")[0]["interval"]
 

@@ -309,6 +309,7 @@ def test_a_plan_calls_given_what_was_given_and_nothing_else(tmp_path, given):
     config = parse_run_config(apply_overrides(tree, [LABELS[name] for name in given]), where="run.toml")
     stage = plan_stages(config, "main")[0]
     data = load_stage_data(config, stage, TOKENIZER, CONTEXT_TOKENS, Events())
+    assert config.model.shape is not None
     spec = spec_from_shape(config.model.shape, vocab_size=TOKENIZER.vocab_size, bos_id=None, eos_ids=(1,))
     plan = plan_run(config, stage, spec, data, dtype="float32", folder=tmp_path)
     assert {name for name, reason in plan.reasons.items() if reason == "given"} == set(given)
