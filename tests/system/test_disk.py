@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from system_runs import Answer, Fault, Story, events_of, gyre, read_story, write_config
 
+from gyre.observe.events import EventLog
 from gyre.trainer.snapshot import find_faults
 
 EVERY_STEP = {"snapshot.every_steps": 1}
@@ -179,3 +180,36 @@ def test_without_any_whole_snapshot_the_run_says_what_to_do(tmp_path: Path, run:
     error = answer.json["error"]
     assert error["kind"] == "snapshot" and "snapshots" in error["message"] and "is whole" in error["message"]
     assert "rank-00000.safetensors, actor." in error["message"] and "put the damaged files back" in error["hint"]
+
+
+def old_report(folder: Path) -> Path:
+    """A run folder with a report from before."""
+    (folder / "runs" / "old").mkdir(parents=True)
+    run = folder / "runs" / "old"
+    EventLog(run / "events.jsonl", attempt=1).emit("run.started", name="old", stages=[])
+    (run / "report.html").write_text("as it was", encoding="utf-8")
+    return run
+
+
+def check_report_refusal(answer: Answer, run: Path, reason: str) -> None:
+    assert answer.code == 2, answer.err
+    assert "Traceback" not in answer.err, answer.err
+    assert f"cannot write {run / 'report.html'}: {reason}" in answer.err
+    assert "hint: free space there" in answer.err and f"gyre report {run}" in answer.err
+    assert answer.json["error"]["kind"] == "input"
+    assert (run / "report.html").read_text(encoding="utf-8") == "as it was"
+    assert sorted(path.name for path in run.iterdir() if path.name != "fill") == ["events.jsonl", "report.html"]
+
+
+def test_a_report_that_a_disk_has_no_room_for(small_disk: Path, tmp_path: Path) -> None:
+    run = old_report(small_disk)
+    with (run / "fill").open("wb") as fill:
+        size = os.statvfs(run).f_bavail * os.statvfs(run).f_frsize
+        fill.write(bytes(size - 8192))
+    check_report_refusal(gyre("report", run, "--json", folder=tmp_path), run, "No space left on device")
+
+
+def test_a_report_past_the_largest_file(tmp_path: Path) -> None:
+    run = old_report(tmp_path)
+    answer = gyre("report", run, "--json", folder=tmp_path, file_bytes=16_384)
+    check_report_refusal(answer, run, "File too large")

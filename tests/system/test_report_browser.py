@@ -253,3 +253,102 @@ def test_runs_with_missing_pieces_still_draw(browser: chromium.Chromium, tmp_pat
         assert browser.script(FLAWS) == []
         assert browser.script("document.getElementById('events').textContent").startswith("Fallbacks")
         assert "failed" not in browser.script("document.querySelector('main').innerText.split('Fallbacks')[0]")
+
+
+@pytest.mark.parametrize("width", [320, 390])
+def test_all_of_the_navigation_is_seen_on_a_phone(browser: chromium.Chromium, report: Path, width: int) -> None:
+    browser.open(report, width=width, height=844)
+    boxes = browser.script(
+        "[...document.querySelectorAll('nav a')].map((node) => { const box = node.getBoundingClientRect();"
+        " return [node.textContent, box.left, box.right, box.top,"
+        " document.elementFromPoint((box.left + box.right) / 2, (box.top + box.bottom) / 2) === node]; })"
+    )
+    assert [name for name, *_ in boxes] == ["Overview", "Curves", "Time", "Memory", "Rollouts", "Events", "Config"]
+    for name, left, right, top, on_top in boxes:
+        assert left >= 0 and right <= width and top >= 0 and on_top, (name, left, right, top)
+
+
+def test_every_chart_names_both_axes_with_their_units(browser: chromium.Chromium, report: Path) -> None:
+    names = (
+        "[...document.querySelectorAll('svg.plot:not(.memory-strip)')]"
+        ".map((plot) => [...plot.querySelectorAll('.axis-name')].map((node) => node.textContent))"
+    )
+    browser.open(report, width=1280, height=900)
+    browser.script("document.querySelectorAll('details').forEach((node) => { node.open = true; })")
+    browser.settle()
+    found = browser.script(names)
+    assert len(found) > 15 and all(len(pair) == 2 and all(pair) for pair in found), found
+    upward = {y for y, _ in found}
+    assert {"Accuracy (%)", "Completion length (tokens)", "Entropy (nats)", "Throughput (tokens/s)"} <= upward
+    assert {"Time per step (seconds)", "Held by components (bytes)"} <= upward
+    assert {x for _, x in found} >= {"Step, stages end to end", "Step of main", "Ends of phases, in order"}
+    browser.script("document.querySelectorAll('#curves .seg[aria-label=Axis] button')[1].click()")
+    browser.settle()
+    assert browser.script(names)[0][1].startswith("Time since the run began")
+
+
+@pytest.mark.parametrize(("evaluations", "lines"), [(1, 0), (2, 0), (3, 1)])
+def test_a_line_needs_three_evaluations(
+    browser: chromium.Chromium, tmp_path: Path, evaluations: int, lines: int
+) -> None:
+    log = EventLog(tmp_path / "events.jsonl", attempt=1, clock=observe_run.Clock())
+    log.emit("stage.started", stage="main", steps=4)
+    for step in range(evaluations):
+        log.emit("step.done", stage="main", step=step + 1, metrics={"loss": 1.0 / (step + 1)})
+        log.emit("eval.done", stage="main", name="accuracy", accuracy=0.4 + 0.1 * step, n=64, step=step + 1)
+    browser.open(write_report(tmp_path), width=1280, height=900)
+    chart = "[...document.querySelectorAll('.chart')].find((node) => node.textContent.startsWith('Accuracy'))"
+    assert browser.script(f"{chart}.querySelectorAll('path[stroke-dasharray]').length") == lines
+    assert browser.script(f"{chart}.querySelectorAll('circle').length") >= evaluations
+    whiskers = f"{chart}.querySelectorAll('line[stroke-width=\"1.4\"]').length"
+    assert browser.script(whiskers) == evaluations
+
+
+def test_what_has_nothing_to_show_is_folded_away(browser: chromium.Chromium, tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl", attempt=1, clock=observe_run.Clock())
+    log.emit("stage.started", stage="main", steps=5)
+    for step in range(1, 6):
+        numbers = {"reward": 0.0, "loss": 1.0 / step, "clip_fraction": 0.0, "kl": float("nan"), "entropy": 1.0 / step}
+        log.emit("step.done", stage="main", step=step, metrics=numbers)
+    browser.open(write_report(tmp_path), width=1280, height=900)
+    titles = "[...document.querySelectorAll('.chart .chart-title')].map((node) => node.firstChild.data)"
+    assert set(browser.script(titles)) == {"Reward", "Loss", "Entropy"}
+    browser.script("document.querySelector('#curves details').open = true")
+    browser.settle()
+    folded = browser.script("document.querySelector('#curves details').textContent")
+    assert "clip_fraction = 0" in folded and "kl = –" in folded
+
+
+@pytest.mark.parametrize(("device", "label", "value"), [
+    ("cuda:0", "Peak device memory", "700 MiB"),
+    ("cpu", "Peak process memory", "900 MiB"),
+])  # fmt: skip
+def test_the_peak_is_what_was_measured_within_phases(
+    browser: chromium.Chromium, tmp_path: Path, device: str, label: str, value: str
+) -> None:
+    """Between phases far less is held than within: activations come and go."""
+    log = EventLog(tmp_path / "events.jsonl", attempt=1, clock=observe_run.Clock())
+    log.emit("run.started", name="peak", stages=[], device=device)
+    owners = {"actor.params": {"device": 40 << 20, "host": 0, "disk": 0}}
+    for step, (left, peak) in enumerate([("rollout", 300), ("train", 700), ("evaluate", 200)]):
+        log.emit("memory", phase="idle", left=left, step=step, owners=owners, device_peak_bytes=peak << 20,
+                 host_peak_rss_bytes=min(500 + 400 * step, 900) << 20, device_free_bytes=1 << 30)  # fmt: skip
+    browser.open(write_report(tmp_path), width=1280, height=900)
+    tiles = "[...document.querySelectorAll('.tile')].map((node) => [...node.children].map((part) => part.textContent))"
+    (tile,) = [tile for tile in browser.script(tiles) if "memory" in tile[0] or "held" in tile[0]]
+    assert tile == [label, value, "in train" if device != "cpu" else "components 40.0 MiB at most"]
+    assert value in browser.script("document.querySelector('#memory .section-head').textContent")
+
+
+def test_figures_that_contradict_each_other_stand_beside_the_headline(
+    browser: chromium.Chromium, tmp_path: Path
+) -> None:
+    log = EventLog(tmp_path / "events.jsonl", attempt=1, clock=observe_run.Clock())
+    log.emit("eval.done", stage="main", name="reward", reward=-1.5, n=64, step=0, interval=[-2.0, -1.0], meaning="mean")
+    log.emit("warn.figures_contradict", stage="main", step=0, reason="training reward is 3.000, held-out reward -1.500")
+    for width in (390, 1280):
+        browser.open(write_report(tmp_path), width=width, height=900)
+        card = browser.script("document.querySelector('.outcome').textContent")
+        assert "Held-out reward" in card and "95 % interval −2 to −1" in card and "Reward: mean" in card
+        assert "training reward is 3.000, held-out reward -1.500" in card
+        assert browser.script(FLAWS) == []

@@ -100,7 +100,7 @@ def test_data_feeds_the_trainer_step_by_step(tmp_path):
     assert {phase for phase, what in bench.trainer.calls if what.startswith("evaluate")} == {"score"}
     assert sorted(bench.shelf.kept) == [2, 4, 6]
     assert json.loads(bench.shelf.kept[6][0])["done"] and not json.loads(bench.shelf.kept[4][0])["done"]
-    assert progress.evals["loss"] == {"before": 0.5, "after": 0.5, "n": 4}
+    assert progress.evals["loss"].items() >= {"before": 0.5, "after": 0.5, "n": 4}.items()
 
 
 def test_a_judged_stage_hands_its_weights_over_before_it_generates(tmp_path):
@@ -130,7 +130,7 @@ def test_resumed_it_is_the_stage_that_never_stopped(tmp_path, stop_at):
     second.trainer.restore(own)
     progress = second.go(from_snapshot(loop_state, blobs))
     assert second.steps() == straight.steps()
-    assert progress.evals["loss"] == {"before": 0.5, "after": 0.5, "n": 4}
+    assert progress.evals["loss"].items() >= {"before": 0.5, "after": 0.5, "n": 4}.items()
     assert len(second.rows("eval.done")) == len(straight.rows("eval.done"))
 
 
@@ -141,7 +141,7 @@ def test_pair_accuracy_counts_pairs_whose_chosen_scores_higher(tmp_path):
     assert (outcome.metric, outcome.value, outcome.n) == ("pair_accuracy", 0.625, 4)  # a tie is half a hit
     assert outcome.detail["margin"] == pytest.approx((1 - 1 + 3 + 0) / 4)
     progress = Offline(tmp_path, objective=RmConfig(), eval_batch=batch, steps=1).go()
-    assert progress.evals["pair_accuracy"] == {"before": 0.625, "after": 0.625, "n": 4}
+    assert progress.evals["pair_accuracy"].items() >= {"before": 0.625, "after": 0.625, "n": 4}.items()
 
 
 class TableTrainer(CountingTrainer):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from loop_cases import GROUPS_OF_4, HELD_OUT, TRAIN, Bench, digit_share, digits_script, turn
+from loop_cases import GROUPS_OF_4, HELD_OUT, RIGHT, TRAIN, Bench, digit_share, digits_script, turn
 
 from gyre.loop.config import EvalConfig
 from gyre.objectives.config import DpoConfig, GrpoConfig, PpoConfig
 from gyre.observe.events import count_events, read_events
+from gyre.observe.intervals import wilson_interval
 from gyre.testing.config import FakeTrainerConfig
 
 EVALUATION = EvalConfig(num_problems=len(HELD_OUT), every_steps=2)
@@ -74,6 +75,46 @@ def test_the_policy_that_learns_is_seen_to_learn(tmp_path):
     rows = bench.rows("eval.done")
     assert [(row["step"], row["when"]) for row in rows] == [(0, "before"), (2, "after"), (4, "after"), (6, "after")]
     assert rows[0]["accuracy"] == numbers["before"] and rows[-1]["accuracy"] == numbers["after"]
+
+
+def test_an_accuracy_comes_with_its_meaning_and_its_wilson_interval(tmp_path):
+    bench = Bench(tmp_path, evaluation=EVALUATION, steps=2)
+    numbers = turn(bench).evals["accuracy"]
+    row, n = bench.rows("eval.done")[-1], len(HELD_OUT)
+    assert row["meaning"] == numbers["meaning"] == RIGHT.meaning
+    assert row["interval"] == numbers["interval"] == list(wilson_interval(row["accuracy"], n) or ())
+    assert row["standard_error"] == pytest.approx((row["accuracy"] * (1 - row["accuracy"]) / n) ** 0.5)
+    assert numbers["before_interval"] == bench.rows("eval.done")[0]["interval"]
+
+
+def test_without_a_part_that_judges_the_mean_reward_is_named_with_its_error(tmp_path):
+    """A reward that is no 0/1 answer: nothing in the log calls it an accuracy."""
+    values = iter(range(1000))
+    bench = Bench(tmp_path, evaluation=EVALUATION, steps=2, accuracy=None, table=lambda _: next(values) / 7 - 3)
+    progress = turn(bench)
+    assert set(progress.evals) == {"reward"}
+    for row in bench.rows("eval.done"):
+        assert row["name"] == "reward" and "accuracy" not in row and row["reward"] == row["detail"]["reward"]
+        low, high = row["interval"]
+        half = 1.96 * row["standard_error"]
+        assert (low, high) == (pytest.approx(row["reward"] - half), pytest.approx(row["reward"] + half))
+    numbers = progress.evals["reward"]
+    assert (numbers["before"], numbers["after"]) == tuple(row["reward"] for row in bench.rows("eval.done"))
+    assert all("train_accuracy" not in row for row in bench.steps())
+    # Values in a row, i / 7 - 3: the standard deviation of 0 … n-1 is sqrt(n (n + 1) / 12)
+    n = len(HELD_OUT)
+    assert bench.rows("eval.done")[0]["standard_error"] == pytest.approx((n * (n + 1) / 12 / n) ** 0.5 / 7)
+
+
+def test_a_step_says_how_sure_its_mean_reward_is(tmp_path):
+    bench = Bench(tmp_path, steps=1, table=digit_share, script=digits_script)
+    turn(bench)
+    (row,) = bench.rows("step.done")
+    means = [
+        np.mean([digit_share(rollout) for rollout in bench.seen if rollout.group_id == f"1.{i}"]) for i in range(4)
+    ]
+    assert row["num_prompts"] == 4
+    assert row["reward_standard_error"] == pytest.approx(np.std(means, ddof=1) / 2)
 
 
 def test_the_batch_is_what_was_sampled_and_scored(tmp_path):

@@ -11,8 +11,17 @@ from observe_run import Clock, write_run
 from rich.console import Console
 
 from gyre.observe.events import EventLog, read_events
-from gyre.observe.live import LineProgress, PanelProgress, make_progress, render_panel, show_number, show_seconds
+from gyre.observe.live import (
+    LineProgress,
+    PanelProgress,
+    make_progress,
+    render_panel,
+    show_measure,
+    show_number,
+    show_seconds,
+)
 from gyre.observe.live_state import LiveState, advance
+from gyre.observe.report import gather, summarise
 
 
 def run_rows(folder: Path, clock: Clock, *, done: bool = True) -> None:
@@ -42,13 +51,13 @@ def test_lines_tell_stage_step_metrics_time_left_and_evaluations(tmp_path: Path)
     assert isinstance(progress, LineProgress)
     assert shown(progress, stream, tmp_path) == [
         "stage main (1/1, 4 steps)",
-        "eval: held out accuracy 40.0% (n = 500) at step 0",
+        "eval: held out accuracy 40.0% (n = 500, 95 % interval 35.8% to 44.4%) at step 0",
         "[main 1/4]  reward 0.200  accuracy 50.0%  KL 0.001",
         "[main 2/4]  reward 0.400  accuracy 50.0%  KL 0.001  2.0 s/step  4.0 s left",
         "[main 3/4]  reward 0.600  accuracy 50.0%  KL 0.001  2.0 s/step  2.0 s left",
         "[main 4/4]  reward 0.800  accuracy 50.0%  KL 0.001  2.0 s/step",
         "fallback.sandbox: reason=no bubblewrap",
-        "eval: held out accuracy 93.0% (n = 500) at step 4",
+        "eval: held out accuracy 93.0% (n = 500, 95 % interval 90.4% to 94.9%) at step 4",
     ]
 
 
@@ -77,14 +86,69 @@ def test_a_failure_of_a_reward_is_told_once_and_counted_at_the_end(tmp_path: Pat
         assert "reward failed 6 times: f error: m:f raised KeyError at r.py:7" in stream.getvalue()
 
 
-def test_fast_steps_do_not_flood_but_the_last_is_shown(tmp_path: Path) -> None:
+def test_every_step_has_its_line_however_fast_it_was(tmp_path: Path) -> None:
     log, stream = EventLog(tmp_path / "events.jsonl", attempt=1, clock=Clock()), io.StringIO()
     progress = LineProgress(Console(file=stream, width=200))
     log.subscribe(progress)
     log.emit("stage.started", stage="sft", steps=300)
     for step in range(1, 301):
         log.emit("step.done", step=step, stage="sft", metrics={"loss": 1.0})
-    assert [line.split("]")[0] for line in stream.getvalue().splitlines()[1:]] == ["[sft 1/300", "[sft 300/300"]
+    lines = stream.getvalue().splitlines()[1:]
+    assert [line.split("]")[0] for line in lines] == [f"[sft {step}/300" for step in range(1, 301)]
+
+
+def test_a_mean_reward_is_no_percentage_and_is_said_in_words_with_its_interval(tmp_path: Path) -> None:
+    log, stream = EventLog(tmp_path / "events.jsonl", attempt=1, clock=Clock()), io.StringIO()
+    progress = LineProgress(Console(file=stream, width=300))
+    log.subscribe(progress)
+    meaning = "mean reward of a completion, the weighted sum of its parts"
+    for step, reward in ((0, -1.25), (4, 2.5)):
+        interval = [reward - 0.5, reward + 0.5]
+        log.emit("eval.done", name="reward", reward=reward, n=64, step=step, interval=interval, meaning=meaning)
+    log.emit("run.done")
+    progress.summary(tmp_path)
+    printed = stream.getvalue()
+    assert "eval: held-out reward -1.250 (n = 64, 95 % interval -1.750 to -0.750) at step 0" in printed
+    assert "held-out reward -1.250 → 2.500 (n = 64, 95 % interval 2 to 3)" in printed
+    assert f"reward: {meaning}" in printed and "%" not in printed.replace("95 %", "")
+    assert "Held-out reward -1.250 → 2.500 (n = 64, 95 % interval 2 to 3)" in summarise(gather(tmp_path))
+
+
+def test_the_terminal_rounds_as_the_page_does() -> None:
+    assert [show_measure("accuracy", value) for value in (0.0625, 0.5, 1.0, 0.1234)] == [
+        "6.3%",
+        "50.0%",
+        "100.0%",
+        "12.3%",
+    ]
+
+
+def test_the_panel_leaves_room_for_what_a_terminal_echoes_behind_it(tmp_path: Path) -> None:
+    """Ctrl-C twice shows as ^C^C behind the last line. Were the line full, it would wrap and leave half a panel."""
+    for width in (40, 80, 200):
+        console = Console(file=io.StringIO(), width=width, force_terminal=True)
+        panel = PanelProgress(console, clock=lambda: 2.0)
+        log = EventLog(tmp_path / f"{width}.jsonl", attempt=1, clock=Clock())
+        log.emit("stage.started", stage="main", steps=4)
+        for row in read_events(tmp_path / f"{width}.jsonl"):
+            panel(row)
+        lines = console.render_lines(panel.render(), pad=False)
+        panel.close()
+        assert len(lines) >= 4
+        assert max(sum(segment.cell_length for segment in line) for line in lines) == width - len("^C^C") - 1
+
+
+def test_lines_that_go_into_a_pipe_hold_no_escape_codes(tmp_path: Path) -> None:
+    run_rows(tmp_path, Clock())
+    with (tmp_path / "piped").open("w+", encoding="utf-8") as piped:
+        progress = make_progress(console=Console(file=piped))
+        assert isinstance(progress, LineProgress)
+        for row in read_events(tmp_path / "events.jsonl"):
+            progress(row)
+        progress.summary(tmp_path)
+        piped.seek(0)
+        text = piped.read()
+    assert text.count("[main ") == 4 and "\x1b" not in text and "\r" not in text
 
 
 def test_a_reward_model_is_not_to_be_talked_to(tmp_path: Path) -> None:
@@ -108,7 +172,7 @@ def test_summary_shows_before_after_and_what_to_type(tmp_path: Path) -> None:
     shown(progress, stream, tmp_path)
     progress.summary(tmp_path, report=tmp_path / "report.html")
     text = stream.getvalue()
-    for part in ("demo: done after 8.0 s", "held out accuracy 40.0% → 93.0% (n = 500)",
+    for part in ("demo: done after 8.0 s", "held out accuracy 40.0% → 93.0% (n = 500, 95 % interval 90.4% to 94.9%)",
                  "counted events: fallback.sandbox 1, listed in the report", f"report   {tmp_path / 'report.html'}",
                  f"gyre chat {tmp_path}", f"gyre eval {tmp_path}", f"gyre report {tmp_path}"):  # fmt: skip
         assert part in text

@@ -19,8 +19,9 @@ from gyre.core.errors import InputError
 from gyre.core.records import Prompt, Rollout, Sampling, Score, ScorePart
 from gyre.observe.catalog import PANELS, matches, pick, place
 from gyre.observe.events import EventLog, read_events
+from gyre.observe.intervals import wilson_interval
 from gyre.observe.report import embed_json, gather, write_report
-from gyre.observe.report_curves import Series, thin, thin_series, wilson_interval
+from gyre.observe.report_curves import Series, thin, thin_series
 from gyre.observe.report_samples import GroupRef, choose_groups
 from gyre.observe.report_story import tell
 from gyre.observe.report_time import choose_spans, timeline
@@ -68,7 +69,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
 def test_header_and_outcome_are_there_without_a_script(page: Page) -> None:
     text = " ".join(page.text)
     assert "arith_grpo_cpu" in text
-    assert "Held out accuracy 0.0% → 94.0% (n = 512) in 6 min" in text
+    assert "Held out accuracy 0.0% → 94.0% (n = 512, 95 % interval 91.6% to 95.7%) in 6 min" in text
 
 
 def test_nothing_is_loaded_from_anywhere(page: Page) -> None:

@@ -24,7 +24,7 @@ from trainer_cases import (
     with_column,
 )
 
-from gyre.core.errors import ConfigError, InputError, SnapshotError
+from gyre.core.errors import ConfigError, DivergedError, InputError, SnapshotError
 from gyre.core.records import TrainBatch
 from gyre.models.decoder import Decoder
 from gyre.models.heads import ScalarHead
@@ -193,6 +193,31 @@ def test_a_gradient_that_is_not_finite_skips_the_update(kind):
     assert [name for name, _ in events] == ["trainer.update_skipped"]
     assert_bits_equal(weights_of(trainer), before)
     assert trainer.step_now(make_batch()).num_updates == 1
+
+
+def test_training_that_stays_without_a_finite_gradient_ends_and_names_the_learning_rate():
+    trainer, good = make_trainer("ppo", learning_rate=0.75, critic_learning_rate=0.5), make_batch()
+    bad = make_batch()
+    bad.sequences[0].columns["advantages"][-1] = np.nan
+    for batch in (bad, bad, good, bad, bad):  # never three in a row
+        trainer.step_now(batch)
+    with pytest.raises(DivergedError) as caught:
+        trainer.step_now(replace(bad, step=6))
+    assert "3 steps, up to step 6" in caught.value.message and caught.value.exit_code == 1
+    assert "learning rate of 0.75 of the actor and 0.5 of the critic" in caught.value.message
+    assert "trainer.learning_rate" in caught.value.hint and "cold_start.learning_rate" in caught.value.hint
+
+
+def test_a_loss_scale_may_fall_for_as_long_as_it_must():
+    trainer = make_trainer("ppo", dtype=torch.float16)
+    bad = make_batch()
+    bad.sequences[0].columns["advantages"][-1] = np.nan
+    steps = 0
+    with pytest.raises(DivergedError):
+        while steps < 40:
+            trainer.step_now(bad)
+            steps += 1
+    assert steps == 15  # from 2^16 down to 1
 
 
 def test_a_step_cut_short_leaves_no_gradient_behind(monkeypatch):

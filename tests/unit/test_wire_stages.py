@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -15,16 +16,25 @@ from test_data_examples import TOKENIZER
 from test_data_sources import Events, write_jsonl
 
 from gyre.core.errors import ConfigError, InputError
-from gyre.loop.evaluate import Outcome
-from gyre.models.spec import hub_config_from_spec
+from gyre.loop.evaluate import share_outcome
+from gyre.models.spec import hub_config_from_spec, spec_from_shape
 from gyre.observe.events import is_counted
 from gyre.parallel.config import ParallelConfig
+from gyre.planner.explain import explain
 from gyre.planner.plan import Hardware, Shards
-from gyre.runconfig import RunConfig, parse_run_config
+from gyre.runconfig import RunConfig, apply_overrides, parse_run_config
 from gyre.wire import commands
 from gyre.wire.clusters import Request, plan_stages_for
 from gyre.wire.make import Machine, check_invariant
-from gyre.wire.stages import cut_hardware, expected_ranks, lie_over, load_stage_data, plan_run, plan_stages
+from gyre.wire.stages import (
+    cut_hardware,
+    expected_ranks,
+    lie_over,
+    load_stage_data,
+    plan_run,
+    plan_stages,
+    rate_remarks,
+)
 
 ROWS = [{"prompt": f"p{i}", "response": f"r{i}", "chosen": f"good{i}", "rejected": f"bad{i}"} for i in range(40)]
 
@@ -136,7 +146,7 @@ def test_eval_asks_the_problems_that_the_run_asked(tmp_path, monkeypatch):
     class Judge:
         async def run(self, prompts):
             asked.extend(prompts)
-            return Outcome(metric="accuracy", value=0.0, n=len(prompts), detail={})
+            return share_outcome("accuracy", [0.0] * len(prompts), "none is right", {})
 
     class Nothing:
         async def start(self, *, dummy: bool) -> None: ...
@@ -244,3 +254,64 @@ def test_devices_that_share_a_machine_share_its_memory(device, whole):
     part = cut_hardware(machine, 2)
     assert (part.device_total_bytes, part.device_free_bytes) == (32 * whole, 16 * whole), "a GPU is not shared"
     assert (part.host_total_bytes, part.host_available_bytes, part.disk_free_bytes, part.cores) == (40, 20, 10, 4)
+
+
+SHAPE = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "mlp_size": 16}
+
+
+@pytest.mark.parametrize("key", ["trainer.learning_rate", "trainer.critic_learning_rate", "cold_start.learning_rate"])
+def test_a_learning_rate_that_destroys_the_model_is_named(tmp_path, key):
+    tree = {
+        "model": {"shape": SHAPE},
+        "data": {"source": "jsonl", "path": str(write_jsonl(tmp_path / "graded.jsonl", GRADED)), "overlong": "drop"},
+        "rewards": {"parts": [{"kind": "answer"}]},
+        "objective": {"kind": "ppo"},
+        "cold_start": {},
+    }
+
+    def remarks(value: str) -> list[str]:
+        config = parse_run_config(apply_overrides(tree, [f"{key}={value}"]), where="run.toml")
+        return [remark for stage in plan_stages(config, "all") for remark in rate_remarks(stage)]
+
+    for value in ("1e9", "1.5"):
+        with pytest.raises(ConfigError, match=re.escape(key)) as caught:
+            remarks(value)
+        assert value in caught.value.message or str(float(value)) in caught.value.message
+    (remark,) = remarks("0.5")
+    assert remark.startswith(f"{key} = 0.5: ")
+    assert remarks("3e-3") == []
+
+
+LABELS = {
+    "objective": "objective.kind='grpo'",
+    "prompts_per_step": "rollout.prompts_per_step=16",
+    "completions_per_prompt": "rollout.completions_per_prompt=4",
+    "max_running": "engine.max_running=32",
+    "page_tokens": "engine.page_tokens=16",
+    "threads": "run.threads=1",
+    "dtype": "run.dtype='float32'",
+    "device": "run.device='cpu'",
+    "tokens_per_chunk": "trainer.tokens_per_chunk=4096",
+    "sequences_per_update": "trainer.sequences_per_update=4",
+    "residency": "memory.residency='resident'",
+    "host_budget_bytes": "memory.host_budget_bytes=1_000_000_000",
+}
+
+
+@pytest.mark.parametrize("given", [[], *([name] for name in LABELS), list(LABELS)])
+def test_a_plan_calls_given_what_was_given_and_nothing_else(tmp_path, given):
+    tree = {
+        "model": {"shape": SHAPE},
+        "data": {"source": "jsonl", "path": str(write_jsonl(tmp_path / "graded.jsonl", GRADED)), "overlong": "drop"},
+        "rewards": {"parts": [{"kind": "answer"}]},
+        "rollout": {"max_tokens": 24},
+    }
+    config = parse_run_config(apply_overrides(tree, [LABELS[name] for name in given]), where="run.toml")
+    stage = plan_stages(config, "main")[0]
+    data = load_stage_data(config, stage, TOKENIZER, CONTEXT_TOKENS, Events())
+    assert config.model.shape is not None
+    spec = spec_from_shape(config.model.shape, vocab_size=TOKENIZER.vocab_size, bos_id=None, eos_ids=(1,))
+    plan = plan_run(config, stage, spec, data, dtype="float32", folder=tmp_path)
+    assert {name for name, reason in plan.reasons.items() if reason == "given"} == set(given)
+    rows = [line.split() for line in explain(plan).splitlines()]
+    assert {row[0] for row in rows if row and row[-1] == "given"} == set(given)

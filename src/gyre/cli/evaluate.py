@@ -1,4 +1,4 @@
-"""gyre eval. In: a run or model folder. Out: accuracy on held-out problems. Caller: cli.main."""
+"""gyre eval. In: a run or model folder. Out: accuracy or mean reward on held-out problems. Caller: cli.main."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gyre.cli.loading import loading
+from gyre.observe.live import show_measure
 from gyre.wire.folders import find_model
 from gyre.wire.names import refuse_missing_data_of
 
@@ -22,12 +23,19 @@ def run_eval(
 
     result = evaluate(model, settings, num_problems=num_problems)
     if not quiet:
-        print(
-            f"{result['metric']} {result['value']:.1%} on {result['n']} held-out problems of {result['source']}",
-            file=sys.stderr,
-        )
+        print(headline(result), file=sys.stderr)
         for name, value in result["detail"].items():
             print(f"  {name} {value:.3f}", file=sys.stderr)
         for kind, number in result["counted"].items():
             print(f"  {kind} × {number}", file=sys.stderr)
     return result
+
+
+def headline(result: Mapping[str, Any]) -> str:
+    """What was measured, its 95 % interval and its meaning."""
+    metric, interval = result["metric"], result["interval"]
+    around = " to ".join(show_measure(metric, bound) for bound in interval) if interval else "not known"
+    return (
+        f"{metric} {show_measure(metric, result['value'])} (95 % interval {around}) on {result['n']} held-out problems "
+        f"of {result['source']}\n  {metric}: {result['meaning']}"
+    )

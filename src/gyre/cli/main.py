@@ -116,7 +116,7 @@ def evaluate(
     problems: Annotated[int, typer.Option(min=0, help="Held-out problems; 0 takes the config's number.")] = 0,
     json: AsJson = False,
 ) -> None:
-    """Measure accuracy on held-out problems."""
+    """Measure accuracy, or the mean reward, on held-out problems."""
     from gyre.cli.evaluate import run_eval
 
     answer(lambda: run_eval(target, config, set_ or [], num_problems=problems, quiet=json), as_json=json)

@@ -14,6 +14,7 @@ from gyre.loop.accuracy import AccuracyMetric, is_right
 from gyre.loop.refill import Sampled, drops_equal, filter_metric, find_equal
 from gyre.objectives.advantages import Estimates, Sample, estimate, rank_pairs
 from gyre.objectives.config import AnyObjective, DpoConfig, GrpoConfig, PpoConfig
+from gyre.observe.intervals import mean_error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +128,13 @@ def reward_metrics(groups: Sequence[Group], accuracy: AccuracyMetric | None) -> 
     if len(versions):
         metrics["stale_tokens_share"] = float(np.mean(versions < versions.max()))
     return metrics
+
+
+def reward_error(groups: Sequence[Group]) -> float | None:
+    """Standard error of a step's mean reward. Each prompt is one observation, since its completions are alike; None for
+    fewer than two prompts."""
+    means = [[score.value for score in group.scores if score.is_scored] for group in groups]
+    return mean_error([float(np.mean(values)) for values in means if values])
 
 
 def num_unscored(groups: Sequence[Group]) -> int:

@@ -132,8 +132,8 @@ class ColdStartConfig(Section):
     """Optimiser steps."""
     examples_per_step: int = Field(default=64, ge=1, le=MOST_SEQUENCES)
     """Examples per step."""
-    learning_rate: float = Field(default=3e-3, ge=0.0)
-    """Peak learning rate; falls to a tenth by a cosine."""
+    learning_rate: float = Field(default=3e-3, ge=0.0, le=1.0)
+    """Peak learning rate, as of trainer.learning_rate; falls to a tenth by a cosine."""
     warmup_steps: int = Field(default=20, ge=0)
     """Steps of linear warm-up."""
 

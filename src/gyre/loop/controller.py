@@ -40,6 +40,7 @@ from gyre.loop.assemble import (
     bare_batch,
     num_unscored,
     refill_metrics,
+    reward_error,
     reward_metrics,
 )
 from gyre.loop.collect import Collector, InFlight, Window, as_group, carry_over, count_begun, keep_scores, split_whole
@@ -328,6 +329,8 @@ class Ring:
             metrics=metrics,
             num_tokens=report.num_tokens,
             num_updates=report.num_updates,
+            num_prompts=len(groups),
+            reward_standard_error=reward_error(groups),
             seconds=round(seconds, 4),
         )
 

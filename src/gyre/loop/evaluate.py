@@ -18,6 +18,7 @@ from gyre.loop.config import EvalConfig, RolloutConfig
 from gyre.loop.failures import find_failures, lower_failed
 from gyre.loop.ports import Emit, TextPort
 from gyre.loop.scoring import Scoring
+from gyre.observe.intervals import mean_error, normal_interval, ratio_error, share_error, wilson_interval
 
 # A run that was resumed after an evaluation has not made it. Under a salt of their own, what evaluations leave in the
 # engine's prefix cache is never found by rollouts, and being older it is given up before anything of theirs: so the
@@ -32,6 +33,9 @@ class Outcome:
     metric: str  # "accuracy", "reward", "pair_accuracy", "preference_accuracy" or "loss"
     value: float
     n: int  # problems, pairs or sequences
+    meaning: str  # what the value is, in words
+    standard_error: float | None  # None where n is too small to tell
+    interval: tuple[float, float] | None  # 95 %: Wilson's of a share, the normal one of a mean
     detail: Mapping[str, float]  # further means
 
 
@@ -87,18 +91,44 @@ class Rollouts:
                 f"none of the {len(done)} completions of the evaluation could be scored",
                 hint="warn.reward_failed in events.jsonl says which reward failed, and how",
             )
-        right = rewards if self._accuracy is None else [is_right(group.scores[0], self._accuracy) for group in done]
         rollouts = [rollout for group in done for rollout in group.rollouts]
-        return Outcome(
-            metric="reward" if self._accuracy is None else "accuracy",
-            value=float(np.mean(right)),
-            n=len(right),
-            detail={
-                **({"reward": float(np.mean(rewards))} if rewards else {}),
-                "length": float(np.mean([int(rollout.sampled.sum()) for rollout in rollouts])),
-                "cut_off_share": float(np.mean([rollout.finish == "length" for rollout in rollouts])),
-            },
-        )
+        detail = {
+            **({"reward": float(np.mean(rewards))} if rewards else {}),
+            "length": float(np.mean([int(rollout.sampled.sum()) for rollout in rollouts])),
+            "cut_off_share": float(np.mean([rollout.finish == "length" for rollout in rollouts])),
+        }
+        if self._accuracy is None:
+            return mean_outcome(rewards, detail)
+        right = [is_right(group.scores[0], self._accuracy) for group in done]
+        return share_outcome("accuracy", right, self._accuracy.meaning, detail)
+
+
+def share_outcome(metric: str, hits: Sequence[float], meaning: str, detail: Mapping[str, float]) -> Outcome:
+    """A share of trials, each a hit (1), a miss (0) or, as a tie, 0.5."""
+    value, n = float(np.mean(hits)), len(hits)
+    return Outcome(
+        metric=metric,
+        value=value,
+        n=n,
+        meaning=meaning,
+        standard_error=share_error(value, n),
+        interval=wilson_interval(value, n),
+        detail=detail,
+    )
+
+
+def mean_outcome(rewards: Sequence[float], detail: Mapping[str, float]) -> Outcome:
+    """The mean of rewards of any size, which is no share of anything."""
+    value, error = float(np.mean(rewards)), mean_error(rewards)
+    return Outcome(
+        metric="reward",
+        value=value,
+        n=len(rewards),
+        meaning="mean reward of a completion, the weighted sum of its parts",
+        standard_error=error,
+        interval=normal_interval(value, error),
+        detail=detail,
+    )
 
 
 async def pair_accuracy(trainer: PolicyTrainer, batch: TrainBatch) -> Outcome:
@@ -106,12 +136,8 @@ async def pair_accuracy(trainer: PolicyTrainer, batch: TrainBatch) -> Outcome:
     scored = await trainer.evaluate(batch, "reward")
     assert scored.per_sequence is not None
     margins = scored.per_sequence[0::2] - scored.per_sequence[1::2]
-    return Outcome(
-        metric="pair_accuracy",
-        value=share_preferred(margins),
-        n=len(margins),
-        detail={"margin": float(np.mean(margins))},
-    )
+    meaning = "share of pairs whose chosen member the reward model scores higher"
+    return share_outcome("pair_accuracy", preferred(margins), meaning, {"margin": float(np.mean(margins))})
 
 
 async def preference_accuracy(trainer: PolicyTrainer, batch: TrainBatch) -> Outcome:
@@ -122,23 +148,28 @@ async def preference_accuracy(trainer: PolicyTrainer, batch: TrainBatch) -> Outc
         for p, r, s in zip(policy.per_token, reference.per_token, batch.sequences, strict=True)
     ]
     margins = np.array(gains[0::2]) - np.array(gains[1::2])
-    return Outcome(
-        metric="preference_accuracy",
-        value=share_preferred(margins),
-        n=len(margins),
-        detail={"margin": float(np.mean(margins))},
-    )
+    meaning = "share of pairs whose chosen member gained more log-prob over the reference than the rejected one"
+    return share_outcome("preference_accuracy", preferred(margins), meaning, {"margin": float(np.mean(margins))})
 
 
 async def held_out_loss(trainer: PolicyTrainer, batch: TrainBatch) -> Outcome:
     """Mean negative log-prob of the held-out targets."""
     policy = await trainer.evaluate(batch, "policy")
     masks = [sequence.columns["loss_mask"] for sequence in batch.sequences]
-    total = -sum(float(p[m].sum()) for p, m in zip(policy.per_token, masks, strict=True))
-    tokens = sum(int(mask.sum()) for mask in masks)
-    return Outcome(metric="loss", value=total / max(1, tokens), n=len(masks), detail={})
+    totals = [-float(p[m].sum()) for p, m in zip(policy.per_token, masks, strict=True)]
+    tokens = [int(mask.sum()) for mask in masks]
+    value, error = sum(totals) / max(1, sum(tokens)), ratio_error(totals, tokens)
+    return Outcome(
+        metric="loss",
+        value=value,
+        n=len(masks),
+        meaning="mean negative log-prob of a target token, in nats",
+        standard_error=error,
+        interval=normal_interval(value, error),
+        detail={},
+    )
 
 
-def share_preferred(margins: np.ndarray) -> float:
-    """Share of pairs told apart rightly. A tie counts half, so that a model that knows nothing yet is at 0.5."""
-    return float(np.mean(np.heaviside(margins, 0.5)))
+def preferred(margins: np.ndarray) -> list[float]:
+    """Which pairs were told apart rightly. A tie counts half, so that a model that knows nothing yet is at 0.5."""
+    return np.heaviside(margins, 0.5).tolist()

@@ -27,7 +27,7 @@ class Progress:
     step: int = 0  # loop steps done
     done: bool = False  # the stage's last step is behind it
     source: Mapping[str, Any] | None = None  # the data cursor; None at the very start
-    evals: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # metric -> before, after, n
+    evals: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # metric -> see note_outcome
     evaluated_step: int = -1  # loop step of the newest evaluation; -1 before the first
     in_flight: Sequence[InFlight] = ()
 
@@ -38,20 +38,32 @@ def is_due(step: int, every: int) -> bool:
 
 
 def note_outcome(progress: Progress, outcome: Outcome, when: str, emit: Emit) -> Progress:
-    """Keep the first value as "before" and the newest as "after"."""
+    """Keep the first value as "before" and the newest as "after", each with its 95 % interval (None: not known). The
+    event carries the value under the metric's own name."""
+    interval = None if outcome.interval is None else list(outcome.interval)
     emit(
         "eval.done",
         stage=progress.stage,
         name=outcome.metric,
-        **{"loss" if outcome.metric == "loss" else "accuracy": outcome.value},
+        **{outcome.metric: outcome.value},
         n=outcome.n,
+        meaning=outcome.meaning,
+        standard_error=outcome.standard_error,
+        interval=interval,
         step=progress.step,
         when=when,
         detail=dict(outcome.detail),
     )
     old = progress.evals.get(outcome.metric, {})
-    before = old.get("before", outcome.value)
-    numbers = {"before": before, "after": outcome.value, "n": outcome.n}
+    numbers = {
+        "before": old.get("before", outcome.value),
+        "after": outcome.value,
+        "n": outcome.n,
+        "before_interval": old.get("before_interval") if old else interval,
+        "interval": interval,
+        "standard_error": outcome.standard_error,
+        "meaning": outcome.meaning,
+    }
     return replace(progress, evals={**progress.evals, outcome.metric: numbers})
 
 

@@ -6,10 +6,11 @@ A metric that is not listed is still shown, under its own name. Callers: live.py
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gyre.observe.intervals import wilson_interval
 from gyre.observe.jsonl import as_number
 
 PHASE_ORDER = ("rollout", "score", "train", "handover", "evaluate", "snapshot")
@@ -40,7 +41,14 @@ PANELS = (
         title="Accuracy",
         unit="fraction",
         help="Share of problems answered rightly. Dots are evaluations with their 95 % interval.",
-        metrics=("accuracy", "train_accuracy", "pair_accuracy", "reward_accuracy", "accuracy/*"),
+        metrics=(
+            "accuracy",
+            "train_accuracy",
+            "pair_accuracy",
+            "preference_accuracy",
+            "reward_accuracy",
+            "accuracy/*",
+        ),
     ),
     Panel(
         panel_id="reward_parts",
@@ -178,8 +186,9 @@ PANELS = (
 MEASURED = ("tokens_per_second", "train_tokens_per_second_per_device", "mfu", "communication_wait_seconds",
             "sent_bytes/*")  # fmt: skip
 
-EVAL_MEASURES = ("accuracy", "pair_accuracy", "preference_accuracy", "loss")  # what an evaluation is judged by: the
-# first that it has
+# What an evaluation is judged by: the first that it has.
+EVAL_MEASURES = ("accuracy", "pair_accuracy", "preference_accuracy", "reward", "loss")
+SHARES = ("accuracy", "pair_accuracy", "preference_accuracy")  # of trials: shown as per cent; the others are means
 
 
 def eval_measure(row: Mapping[str, Any]) -> tuple[str, float] | None:
@@ -189,6 +198,19 @@ def eval_measure(row: Mapping[str, Any]) -> tuple[str, float] | None:
         if value is not None and math.isfinite(value):
             return measure, value
     return None
+
+
+def eval_interval(row: Mapping[str, Any]) -> tuple[float, float] | None:
+    """Return the 95 % interval of what an `eval.done` row is judged by: as recorded, else Wilson's of a share."""
+    given = row.get("interval")
+    if isinstance(given, Sequence) and not isinstance(given, str) and len(given) == 2:
+        low, high = as_number(given[0]), as_number(given[1])
+        if low is not None and high is not None and math.isfinite(low) and math.isfinite(high):
+            return low, high
+    judged = eval_measure(row)
+    if judged is None or judged[0] not in SHARES:
+        return None
+    return wilson_interval(judged[1], int(as_number(row.get("n")) or 0))
 
 
 def eval_title(name: str, measure: str) -> str:

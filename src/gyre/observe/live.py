@@ -7,22 +7,24 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
+from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 from typing import Any, Protocol
 
 from rich.box import ROUNDED
 from rich.console import Console, Group, RenderableType
+from rich.constrain import Constrain
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from gyre.observe.catalog import eval_measure, eval_title, pick
+from gyre.observe.catalog import SHARES, eval_interval, eval_measure, eval_title, pick
 from gyre.observe.events import RESERVED
-from gyre.observe.live_state import LiveState, advance, failure_of
+from gyre.observe.live_state import CONTRADICTION, LiveState, advance, failure_of
 
-LINE_INTERVAL_S = 1.0  # plain lines of fast steps come no more often than this
+ECHO_COLUMNS = 5  # that stay free to the right of the panel, for ^C^C
 MOST_KINDS = 3  # of counted events that the end of a run names
 SPARKS = "▁▂▃▄▅▆▇█"
 SHOWN = (("reward", "reward"), ("accuracy", "accuracy"), ("loss", "loss"), ("length", "length"), ("kl", "KL"),
@@ -63,7 +65,6 @@ class LineProgress:
     def __init__(self, console: Console, state: LiveState | None = None):
         self._console = console
         self._state = state or LiveState()
-        self._last_line_t = -math.inf
 
     def __call__(self, row: Mapping[str, Any]) -> None:
         counted, failure = self._state.num_counted, new_failure(self._state, row)
@@ -75,8 +76,7 @@ class LineProgress:
             self._print(f"stage {state.stage} ({number}/{total}{of_steps})")
         elif kind == "eval.done":
             self._print(eval_line(row))
-        elif kind == "step.done" and (state.step == state.steps or row["t"] - self._last_line_t >= LINE_INTERVAL_S):
-            self._last_line_t = row["t"]
+        elif kind == "step.done":
             self._print(step_line(state))
         elif kind == "trace.written":
             self._print("\n".join(trace_lines(row)))
@@ -84,6 +84,8 @@ class LineProgress:
             self._print(f"resumed as attempt {row['attempt']}")
         if failure:
             self._print(failure)
+        elif kind == CONTRADICTION:
+            self._print(contradiction_line(row))
         elif state.num_counted > counted and failure_of(row) is None:
             self._print(f"{kind}: {event_detail(row)}")
 
@@ -123,7 +125,9 @@ class PanelProgress:
             self.close()
 
     def render(self) -> RenderableType:
-        return render_panel(self._state, self._clock())
+        """The cursor rests behind the last line. A terminal echoes ^C there: a line that wrapped would move the panel
+        down by one, and leave its first line behind when it is erased."""
+        return Constrain(render_panel(self._state, self._clock()), max(1, self._console.width - ECHO_COLUMNS))
 
     def close(self) -> None:
         if self._live is not None:
@@ -151,7 +155,13 @@ def eval_line(row: Mapping[str, Any]) -> str:
     name, judged = str(row.get("name", "eval")), eval_measure(row)
     if judged is None:
         return f"eval {name}: no measure recorded at step {row.get('step', 0)}"
-    return f"eval: {eval_title(name, judged[0])} {show_measure(*judged)}{over(row)} at step {row.get('step', 0)}"
+    shown = f"{eval_title(name, judged[0])} {show_measure(*judged)}{over(row)}"
+    return f"eval: {shown} at step {row.get('step', 0)}"
+
+
+def contradiction_line(row: Mapping[str, Any]) -> str:
+    """Return what training and held-out figures say against each other, as a line of plain text."""
+    return f"warning: at step {row.get('step', 0)} of {row.get('stage') or 'the run'}, {row.get('reason')}"
 
 
 def new_failure(state: LiveState, row: Mapping[str, Any]) -> str:
@@ -195,7 +205,7 @@ def shown_metrics(state: LiveState) -> list[tuple[str, float]]:
 
 
 def show_metric(label: str, value: float) -> str:
-    return f"{value:.1%}" if label in ("accuracy", "MFU") else show_number(value)
+    return show_share(value) if label in ("accuracy", "MFU") else show_number(value)
 
 
 def render_panel(state: LiveState, now_t: float) -> RenderableType:
@@ -217,6 +227,8 @@ def render_panel(state: LiveState, now_t: float) -> RenderableType:
     if state.metrics:
         parts.append(metrics_table(state))
     parts += [Text(eval_span(name, rows), style="green") for name, rows in state.evals.items()]
+    if state.contradiction is not None:
+        parts.append(Text(contradiction_line(state.contradiction), style="yellow"))
     if state.num_counted:
         parts.append(Text(f"counted events: {state.num_counted}, the last {state.last_counted}", style="yellow"))
     elapsed = show_seconds(max(0.0, now_t - state.started_t)) if state.started_t is not None else ""
@@ -263,6 +275,9 @@ def summary_lines(state: LiveState, run_folder: Path, report: Path | None) -> li
     ending = "done" if state.done is not None else "stopped"
     lines = [f"{state.name or run_folder.name}: {ending} after {show_seconds(seconds)}"]
     lines += [eval_span(name, rows) for name, rows in state.evals.items()]
+    lines += meanings(state)
+    if state.contradiction is not None:
+        lines.append(contradiction_line(state.contradiction))
     if state.num_counted:
         kinds = sorted(state.counted, key=lambda kind: -state.counted[kind])
         most = ", ".join(f"{kind} {state.counted[kind]}" for kind in kinds[:MOST_KINDS])
@@ -292,11 +307,30 @@ def eval_span(name: str, rows: tuple[Mapping[str, Any], ...]) -> str:
 
 
 def over(row: Mapping[str, Any]) -> str:
-    return f" (n = {row['n']})" if row.get("n") else ""
+    """Return how many an evaluation asked, and the 95 % interval of what it found."""
+    judged, interval = eval_measure(row), eval_interval(row)
+    parts = [f"n = {row['n']}"] if row.get("n") else []
+    if judged is not None and interval is not None:
+        parts.append("95 % interval " + " to ".join(show_measure(judged[0], bound) for bound in interval))
+    return f" ({', '.join(parts)})" if parts else ""
+
+
+def meanings(state: LiveState) -> list[str]:
+    """Return what each figure of the evaluations means, in words."""
+    newest = [(eval_measure(rows[-1]), rows[-1].get("meaning")) for rows in state.evals.values()]
+    return [f"{judged[0].replace('_', ' ')}: {meaning}" for judged, meaning in newest if judged and meaning]
 
 
 def show_measure(measure: str, value: float) -> str:
-    return show_number(value) if measure == "loss" else f"{value:.1%}"
+    """Return what an evaluation found: a share as per cent, the mean of rewards or losses as a number."""
+    return show_share(value) if measure in SHARES else show_number(value)
+
+
+def show_share(value: float) -> str:
+    """Return per cent with one digit, ties up as in the report's script: 6.25 is 6.3 in both."""
+    if not math.isfinite(value):
+        return str(value)
+    return f"{Decimal(value * 100).quantize(Decimal('0.1'), ROUND_HALF_UP)}%"
 
 
 def sparkline(values: tuple[float, ...], *, width: int) -> str:

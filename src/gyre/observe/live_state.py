@@ -13,6 +13,7 @@ from gyre.observe.jsonl import as_number
 
 HISTORY_STEPS = 64  # steps that the sparklines and the estimate of time left look back on
 PACE_STEPS = 16
+CONTRADICTION = "warn.figures_contradict"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,7 @@ class LiveState:
     counted: Mapping[str, int] = field(default_factory=dict)  # fallbacks, drops, retries and warnings by kind
     last_counted: str = ""
     failures: Mapping[str, int] = field(default_factory=dict)  # of rewards: how often each kind was met, by what it is
+    contradiction: Mapping[str, Any] | None = None  # the newest warn.figures_contradict row
     done: Mapping[str, Any] | None = None  # the run.done row
 
     @property
@@ -77,6 +79,8 @@ def advance(state: LiveState, row: Mapping[str, Any]) -> LiveState:
     if (failure := failure_of(row)) is not None:
         times = state.failures.get(failure, 0) + weight_of(row)
         state = replace(state, failures={**state.failures, failure: times})
+    if kind == CONTRADICTION:
+        return replace(state, contradiction=dict(row))
     if kind == "run.started":
         return replace(state, name=str(row.get("name", "")), stages=read_stages(row.get("stages")))
     if kind == "stage.started":

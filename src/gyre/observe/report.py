@@ -23,8 +23,8 @@ from typing import Any
 from gyre.core.errors import InputError
 from gyre.observe.events import LiveRows, count_events, is_counted, read_events, weight_of
 from gyre.observe.jsonl import as_number
-from gyre.observe.live import event_detail, over, show_measure, show_seconds, trace_lines
-from gyre.observe.live_state import failure_of
+from gyre.observe.live import contradiction_line, event_detail, over, show_measure, show_seconds, trace_lines
+from gyre.observe.live_state import CONTRADICTION, failure_of
 from gyre.observe.mismatch import find_mismatch
 from gyre.observe.report_curves import curve_panels, outcomes
 from gyre.observe.report_samples import samples
@@ -49,8 +49,16 @@ def write_report(run_folder: Path | str) -> Path:
         )
     page = render_page(gather(folder))
     target, aside = folder / "report.html", folder / "report.html.part"
-    aside.write_text(page, encoding="utf-8", errors="replace")  # a name may hold half of a character
-    os.replace(aside, target)
+    try:
+        aside.write_text(page, encoding="utf-8", errors="replace")  # a name may hold half of a character
+        os.replace(aside, target)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise InputError(
+            f"cannot write {target}: {error.strerror or error}; the page takes about {len(page):,} bytes",
+            hint="free space there, or make the folder writable, then: "
+            f"gyre report {folder}; an older report.html is as it was",
+        ) from error
     return target
 
 
@@ -64,6 +72,7 @@ def gather(folder: Path) -> dict[str, Any]:
         "run": describe_run(folder, rows, story),
         "outcomes": outcomes(story),
         "mismatches": mismatches(story),
+        "contradiction": contradiction(story),
         "panels": panels,
         "constants": constants,
         "curveNotes": curve_notes,
@@ -190,6 +199,12 @@ def mismatches(story: Story) -> list[str]:
     return [f"Stage {stage}: {one.line}" if several else one.line for stage, one in found.items() if one is not None]
 
 
+def contradiction(story: Story) -> str | None:
+    """Return what training and held-out figures say against each other, by the newest such row."""
+    row = _last_row(story, CONTRADICTION)
+    return contradiction_line(row) if row else None
+
+
 def _detail(row: Mapping[str, Any]) -> str:
     if failure_of(row) is None or not row.get("reason"):
         return event_detail(row)[:1000]
@@ -250,12 +265,13 @@ def summarise(data: Mapping[str, Any]) -> str:
         steps = sum(stage["steps"] for stage in run["stages"])
         return f"{steps:,} steps {spent}."
     first = results[0]
-    measure = "loss" if first["unit"] == "" else "accuracy"
-    after = show_measure(measure, first["after"]["value"])
-    title, n = first["title"].capitalize(), over(first["after"])
+    measure, newest = first["measure"], first["after"]
+    after = show_measure(measure, newest["value"])
+    title, n = first["title"].capitalize(), over({measure: newest["value"], **newest})
+    meaning = f" {measure.replace('_', ' ').capitalize()}: {first['meaning']}." if first["meaning"] else ""
     if len(first["path"]) == 1:
-        return f"{title} {after}{n}."
-    return f"{title} {show_measure(measure, first['before']['value'])} → {after}{n} {spent}."
+        return f"{title} {after}{n}.{meaning}"
+    return f"{title} {show_measure(measure, first['before']['value'])} → {after}{n} {spent}.{meaning}"
 
 
 def _asset(name: str) -> str:

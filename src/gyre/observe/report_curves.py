@@ -8,13 +8,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gyre.observe.catalog import EVAL_MEASURES, PANELS, Panel, eval_measure, eval_title, place
+from gyre.observe.catalog import EVAL_MEASURES, PANELS, SHARES, Panel, eval_interval, eval_measure, eval_title, place
 from gyre.observe.events import RESERVED
+from gyre.observe.intervals import wilson_interval
 from gyre.observe.jsonl import as_number
 from gyre.observe.report_story import Story, Told, spread
 
 MAX_POINTS = 1200  # per series; more are shown as means of neighbours, and the page says so
+ALWAYS_SHOWN = ("reward", "accuracy", "loss")
 FRACTION_ENDINGS = ("_fraction", "_share", "accuracy")
+
+NOT_MEASURED = {"step", "n", "standard_error"}  # numbers of an evaluation that have no curve
 
 Point = tuple[float, float, float | None, float]  # x (step), run time in seconds, value or None, problems
 
@@ -26,6 +30,7 @@ class Series:
     name: str
     dots: bool  # an evaluation, not a value of each step
     points: list[Point] = field(default_factory=list)
+    intervals: dict[float, tuple[float, float]] = field(default_factory=dict)  # 95 %, of points by x
 
 
 def gather_series(story: Story) -> dict[str, Series]:
@@ -42,7 +47,10 @@ def gather_series(story: Story) -> dict[str, Series]:
         for name, value in eval_numbers(told).items():
             label = f"{told.row.get('name', 'eval')}: {name}"
             point = (x, told.time_s, _finite(value), float(told.row.get("n") or 0))
-            found.setdefault(label, Series(label, True)).points.append(point)
+            series = found.setdefault(label, Series(label, True))
+            series.points.append(point)
+            if (judged := eval_measure(told.row)) and judged[0] == name and (interval := eval_interval(told.row)):
+                series.intervals[x] = interval
     return found
 
 
@@ -50,7 +58,7 @@ def eval_numbers(told: Told) -> dict[str, float]:
     """Return the measures of one evaluation."""
     detail = told.row.get("detail")
     fields = {**(detail if isinstance(detail, Mapping) else {}), **told.row}
-    own = {name: as_number(value) for name, value in fields.items() if name not in RESERVED | {"step", "n"}}
+    own = {name: as_number(value) for name, value in fields.items() if name not in RESERVED | NOT_MEASURED}
     return {name: value for name, value in own.items() if value is not None}
 
 
@@ -71,6 +79,9 @@ def curve_panels(story: Story) -> tuple[list[dict[str, Any]], list[dict[str, Any
             constants.append({"name": series.name, "value": constant})
         else:
             placed.setdefault(f"~{metric.split('/')[0]}", []).append((0, series))
+    for panel in PANELS:
+        if panel.panel_id in placed and _is_empty(panel, [series for _, series in placed[panel.panel_id]]):
+            constants += [{"name": s.name, "value": s.points[0][2]} for _, s in placed.pop(panel.panel_id)]
     known = [_panel_json(panel, placed.pop(panel.panel_id)) for panel in PANELS if panel.panel_id in placed]
     other = [_panel_json(_own_panel(key[1:]), placed[key]) for key in sorted(placed)]
     return known + other, constants, notes
@@ -105,8 +116,11 @@ def _series_json(series: Series, panel: Panel) -> dict[str, Any]:
     }
     if series.dots:
         result["n"] = [int(n) for _, _, _, n in points]
-        if panel.unit == "fraction":
-            bounds = [wilson_interval(value, int(n)) for _, _, value, n in points]
+        shares = panel.unit == "fraction"
+        bounds = [
+            series.intervals.get(x) or (wilson_interval(value, int(n)) if shares else None) for x, _, value, n in points
+        ]
+        if any(bounds):
             result["lo"] = [significant(bound[0]) if bound else None for bound in bounds]
             result["hi"] = [significant(bound[1]) if bound else None for bound in bounds]
     return result
@@ -177,30 +191,26 @@ def outcomes(story: Story) -> list[dict[str, Any]]:
             continue
         measure, value = judged
         step, n = told.row.get("step") or 0, int(told.row.get("n") or 0)
-        interval = None if measure == "loss" else wilson_interval(value, n)
         point = {"value": value, "n": n, "step": step, "x": story.x(told.stage, float(step)), "stage": told.stage,
-                 "interval": interval}  # fmt: skip
+                 "interval": eval_interval(told.row), "meaning": str(told.row.get("meaning") or "")}  # fmt: skip
         paths.setdefault((str(told.row.get("name", "eval")), measure), []).append(point)
     result = [
         {
             "title": eval_title(name, measure),
-            "unit": "" if measure == "loss" else "fraction",
+            "measure": measure,
+            "meaning": path[-1]["meaning"],
+            "unit": "fraction" if measure in SHARES else "",
             "before": path[0],
             "after": path[-1],
             "path": path,
         }
         for (name, measure), path in paths.items()
     ]
-    return sorted(result, key=lambda out: (out["unit"] == "", "held" not in out["title"], len(out["path"]) < 2))
-
-
-def wilson_interval(share: float | None, n: int, z: float = 1.96) -> tuple[float, float] | None:
-    """Return the 95 % interval of a share seen in n trials (Wilson 1927). None without trials."""
-    if share is None or n <= 0 or not 0.0 <= share <= 1.0:
-        return None
-    middle = (share + z * z / (2 * n)) / (1 + z * z / n)
-    half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    return (max(0.0, middle - half), min(1.0, middle + half))
+    order = EVAL_MEASURES.index  # a share or a reward before a loss
+    return sorted(
+        result,
+        key=lambda out: (order(out["measure"]) > order("reward"), "held" not in out["title"], len(out["path"]) < 2),
+    )
 
 
 def significant(value: float | None, digits: int = 6) -> float | None:
@@ -210,6 +220,17 @@ def significant(value: float | None, digits: int = 6) -> float | None:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
+
+
+def _is_empty(panel: Panel, members: Sequence[Series]) -> bool:
+    """Say whether a panel has nothing to see: no finite number, or nothing that ever changed. What a run is about is
+    shown even then."""
+    values = [[value for _, _, value, _ in series.points if value is not None] for series in members]
+    if not any(values):
+        return True
+    if panel.panel_id in ALWAYS_SHOWN or all(len(series.points) == 1 for series in members):
+        return False
+    return all(len(set(own)) <= 1 and len(own) in (0, len(s.points)) for own, s in zip(values, members, strict=True))
 
 
 def _constant(series: Series) -> float | None:

@@ -152,7 +152,7 @@ def memory(story: Story) -> dict[str, Any] | None:
     rows = story.of_kind("memory")
     if not rows:
         return None
-    notes = []
+    notes, peak = [], measured_peak(rows, on_cpu=_is_on_cpu(story))
     workers = sorted({str(told.row["worker"]) for told in rows if "worker" in told.row})
     if workers:  # all do the same; one is drawn
         rows = [told for told in rows if told.row.get("worker") == workers[0]]
@@ -174,9 +174,22 @@ def memory(story: Story) -> dict[str, Any] | None:
             tier: {owner: [owner_bytes(told, owner, tier) for told in shown] for owner in owners}
             for tier in ("device", "host", "disk")
         },
+        "peak": peak,
         "whole": whole_device(shown, on_cpu=_is_on_cpu(story)),
         "notes": notes,
     }
+
+
+def measured_peak(rows: Sequence[Told], *, on_cpu: bool) -> dict[str, Any] | None:
+    """Return the most that was ever allocated, over all workers: on a device within phases, as the allocator counted;
+    on a CPU by the whole process, as the system did. None for a run that did not record it."""
+    key = "host_peak_rss_bytes" if on_cpu else "device_peak_bytes"
+    found = [(size, told) for told in rows if (size := as_number(told.row.get(key)))]
+    if not found:
+        return None
+    size, told = max(found, key=lambda pair: pair[0])
+    phase = "" if on_cpu else str(told.row.get("left") or "")  # a row tells the peak of the phase that it leaves
+    return {"of": "process" if on_cpu else "device", "bytes": int(size), "phase": phase}
 
 
 def whole_device(rows: Sequence[Told], *, on_cpu: bool) -> dict[str, Any] | None:

@@ -73,7 +73,7 @@ def make_plan(inputs: PlanInputs, hardware: Hardware) -> Plan:
     base, reasons = _settle_base(inputs, hardware)
     per_update = inputs.sequences_per_update or inputs.prompts_per_step * inputs.completions_per_prompt
     given = inputs.sequences_per_update is not None
-    reasons["sequences_per_update"] = "given" if given else "all sequences of a step in one update"
+    reasons["sequences_per_update"] = _source(inputs, "sequences_per_update") if given else "all sequences of a step"
     trial = _fit_or_refuse(inputs, base, per_update)
     reasons |= _explain_trial(inputs, base, trial)
     sizes = Sizes(
@@ -107,8 +107,13 @@ def make_plan(inputs: PlanInputs, hardware: Hardware) -> Plan:
     )
 
 
+def _source(inputs: PlanInputs, name: str) -> str:
+    """Where a number that was not decided here comes from."""
+    return inputs.not_given.get(name, "given")
+
+
 def _settle_base(inputs: PlanInputs, hardware: Hardware) -> tuple[_Base, dict[str, str]]:
-    reasons = {"prompts_per_step": "given", "completions_per_prompt": "given"}
+    reasons = {name: _source(inputs, name) for name in ("objective", "prompts_per_step", "completions_per_prompt")}
     if inputs.device == "cuda" and hardware.device != "cuda":
         raise ConfigError("device = cuda, but no CUDA device is usable here", hint="run `gyre doctor`, or use cpu")
     device = inputs.device or hardware.device
@@ -116,14 +121,17 @@ def _settle_base(inputs: PlanInputs, hardware: Hardware) -> tuple[_Base, dict[st
     bf16 = hardware.bf16 and device == hardware.device
     dtype = inputs.dtype or best_dtype(device, bf16=bf16)
     what = "it multiplies bfloat16" if bf16 else "it has no bfloat16 products"
-    reasons["dtype"] = "given" if inputs.dtype else f"the best on this {device}: {what}"
+    settled = inputs.dtype is not None and "dtype" not in inputs.not_given
+    reasons["dtype"] = "given" if settled else f"the best on this {device}: {what}"
     threads = inputs.threads or hardware.cores
     reasons["threads"] = "given" if inputs.threads else "cores that this process may use"
     budgets = _budgets(inputs, hardware, device, reasons)
     sequences = inputs.prompts_per_step * inputs.completions_per_prompt
     max_running = inputs.max_running or min(sequences, MOST_RUNNING[device])
     reasons["max_running"] = (
-        "given" if inputs.max_running else f"a step's {sequences} sequences, at most " + str(MOST_RUNNING[device])
+        _source(inputs, "max_running")
+        if inputs.max_running
+        else f"a step's {sequences} sequences, at most " + str(MOST_RUNNING[device])
     )
     reasons["page_tokens"] = "given" if inputs.page_tokens else "default"
     base = _Base(
@@ -306,7 +314,7 @@ def _kv_pages(inputs: PlanInputs, base: _Base, residency: Residency, working: in
 
 def _explain_trial(inputs: PlanInputs, base: _Base, trial: _Trial) -> dict[str, str]:
     longest = longest_sequence(inputs)
-    reasons = {"tokens_per_chunk": "given", "kv_pages": "given", "residency": "given"}
+    reasons = {name: _source(inputs, name) for name in ("tokens_per_chunk", "kv_pages", "residency")}
     if inputs.tokens_per_chunk is None:
         train = words(trial.working["train"])
         reasons["tokens_per_chunk"] = f"largest that fits with {train} of activations, at least {longest}"

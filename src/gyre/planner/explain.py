@@ -43,7 +43,7 @@ def _machine_rows(plan: Plan) -> list[tuple[str, ...]]:
         "host_budget_bytes": words(plan.host_budget_bytes),
         "disk_budget_bytes": words(plan.disk_budget_bytes),
     }
-    return [(name, value, plan.reasons.get(name, "given")) for name, value in values.items()]
+    return [(name, value, plan.reasons[name]) for name, value in values.items()]
 
 
 def _size_rows(plan: Plan) -> list[tuple[str, ...]]:
@@ -76,7 +76,7 @@ def _size_rows(plan: Plan) -> list[tuple[str, ...]]:
         if derived.most_sampled_per_step > derived.sequences_per_step:
             why = "1 + rollout.max_refills times the sequences of a step"
             rows.append(("sampled_per_step, most", derived.most_sampled_per_step, "completions", why))
-    return [(name, f"{value:,}", unit, why or plan.reasons.get(name, "given")) for name, value, unit, why in rows]
+    return [(name, f"{value:,}", unit, why or plan.reasons[name]) for name, value, unit, why in rows]
 
 
 def _queue_reason(plan: Plan) -> str:

@@ -132,6 +132,7 @@ class PlanInputs:
     max_queued_tokens: int | None = None  # given tokens that it lets wait; None: no bound
     engines: int = 1  # that share a step's completions
     max_refills: int = 0  # rounds of further prompts per step, in place of those that teach nothing
+    not_given: Mapping[str, str] = field(default_factory=dict)  # what nobody set: name in the plan -> its source
     remarks: tuple[str, ...] = ()  # what the loop does that no number says, for the plan's notes
     engine_tokens_per_step: int = 2048
     batch_invariant: bool = False

@@ -14,14 +14,19 @@ from gyre.core.records import Checkpointing, Matmul, Moments
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]  # at 1 a moment keeps nothing of the gradient and has no mean
 
 
+HIGHEST_RATE = 1.0  # that a config may name: an update by more replaces every weight
+HIGH_RATE = 0.02  # the standard deviation that weights begin with
+
+
 class TrainerConfig(Section):
     """How the optimiser runs over the batches of a stage."""
 
     steps: int = Field(default=100, ge=1)
     """Loop steps of the stage; the learning-rate schedule ends with them."""
-    learning_rate: float = Field(default=1e-4, ge=0.0)
-    """Peak learning rate of the actor."""
-    critic_learning_rate: float | None = Field(default=None, ge=0.0)
+    learning_rate: float = Field(default=1e-4, ge=0.0, le=HIGHEST_RATE)
+    """Peak learning rate of the actor. AdamW moves each weight by about as much in one update, whatever the gradient:
+    1e-6 to 3e-3 is usual, more than 0.02 is an event (`warn.learning_rate_high`)."""
+    critic_learning_rate: float | None = Field(default=None, ge=0.0, le=HIGHEST_RATE)
     """Peak learning rate of the critic; none takes `learning_rate`."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     """Shape of the learning rate after warm-up; cosine and linear fall to `final_learning_rate_fraction`."""

@@ -59,7 +59,7 @@ from gyre.trainer.staging import padded
 from gyre.trainer.start import blank_copy, is_blank, start_away, start_frozen
 from gyre.trainer.tenancy import ScoredModel, Tenancy
 from gyre.trainer.trace import Tracer
-from gyre.trainer.update import Models, Totals, collect_gradients
+from gyre.trainer.update import Models, Totals, collect_gradients, refuse_divergence
 from gyre.weights.gather import ShardSource
 from gyre.weights.manifest import make_manifest
 from gyre.weights.pieces import LiveTensors, TensorSource
@@ -116,6 +116,7 @@ class NativeTrainer:
         assert head is None or trains_scores(objective), f"objective {objective.kind} trains no scalar head"
         self._version, self._steps_done = version, 0
         self._has_gradients = False  # that no update has taken
+        self._lost_steps = 0  # in a row, without a finite gradient
         self._model = json.loads(json.dumps(asdict(decoder.spec)))  # as a snapshot says it
         self._filled = weights is not None or not is_blank(decoder)
         self._tenancy = Tenancy(disk_folder, parked or {})
@@ -346,6 +347,10 @@ class NativeTrainer:
             for update in plan.updates:
                 self._update(update, factor, totals, batch.step)
         self._steps_done += 1
+        self._lost_steps = self._lost_steps + 1 if plan.updates and self._version == before else 0
+        if self._loss_scale is None or self._loss_scale.factor <= 1.0:  # one that still falls is finding its size
+            rates = {learner.name: self._peak_rate(learner.name) for learner in self._models.learners}
+            refuse_divergence(self._lost_steps, rates, step=batch.step)
         self._planner.forget()
         self._follow_policy(batch.step)
         report = StepReport(

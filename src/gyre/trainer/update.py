@@ -14,12 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gyre.core.errors import DivergedError
 from gyre.objectives.api import AnyObjective, LossInputs, add_sums, finish_sums, loss_sum, trains_scores
 from gyre.observe.metrics import largest
 from gyre.trainer.chunk import Chunk
 from gyre.trainer.learner import Learner
 from gyre.trainer.parallelise import is_sharded
 from gyre.trainer.passes import ChunkLogprobs, chunk_logprobs, chunk_scores, chunk_values
+
+MOST_LOST_STEPS = 3  # in a row, before training is given up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +82,20 @@ class Totals:
             name = "grad_norm" if learner == "actor" else f"{learner}_grad_norm"
             metrics[name] = sum(norms[learner] for norms in self._norms) / len(self._norms)
         return metrics
+
+
+def refuse_divergence(lost_steps: int, rates: Mapping[str, float], *, step: int) -> None:
+    """DivergedError after MOST_LOST_STEPS steps in a row of which no update had a finite gradient. `rates`: peak
+    learning rate by learner."""
+    if lost_steps < MOST_LOST_STEPS:
+        return
+    told = " and ".join(f"{rate:g} of the {name}" for name, rate in rates.items())
+    raise DivergedError(
+        f"no update of the last {lost_steps} steps, up to step {step}, had a finite gradient: training has diverged, "
+        f"with a learning rate of {told}",
+        hint="lower trainer.learning_rate (of a cold start: cold_start.learning_rate), and begin anew or resume from "
+        "a snapshot before it; events.jsonl has the first trainer.update_skipped",
+    )
 
 
 def collect_gradients(

@@ -159,7 +159,7 @@ class MemoryManager:
         measured, excess = self._wait_for_device(due)
         reading = self._read(measured)
         held_bytes = sum(usage.device_bytes for usage in measured.values())
-        on_cuda = self._device.type == "cuda"
+        on_cuda, host = self._device.type == "cuda", probe.read_host()
         self._emit(
             "memory",
             phase=phase,
@@ -171,7 +171,8 @@ class MemoryManager:
             },
             device_free_bytes=reading.free_bytes if on_cuda else self._budgets.device_bytes - held_bytes,
             device_peak_bytes=peak_bytes if on_cuda else held_bytes,
-            host_rss_bytes=probe.read_host().rss_bytes,
+            host_rss_bytes=host.rss_bytes,
+            host_peak_rss_bytes=host.peak_rss_bytes,
             unowned_bytes=excess.unowned_bytes,
             fragment_bytes=excess.fragment_bytes,
             outside_bytes=excess.outside_bytes,

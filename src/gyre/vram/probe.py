@@ -6,6 +6,7 @@ In: a device. Out: numbers of this moment. Callers: `vram.manager` for its proof
 from __future__ import annotations
 
 import gc
+import resource
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -47,6 +48,7 @@ class HostReading:
     total_bytes: int  # of the machine, or of the control group where that is less
     available_bytes: int
     rss_bytes: int  # resident bytes of this process
+    peak_rss_bytes: int  # the most that they ever were
 
 
 def read_device(device: torch.device) -> DeviceReading:
@@ -93,7 +95,12 @@ def read_host(group: Path = Path("/sys/fs/cgroup")) -> HostReading:
             total = limit
             used = _read_number(group / (used_file or "memory/memory.usage_in_bytes")) or 0
             available = min(available, max(0, limit - used))
-    return HostReading(total_bytes=total, available_bytes=available, rss_bytes=psutil.Process().memory_info().rss)
+    return HostReading(
+        total_bytes=total,
+        available_bytes=available,
+        rss_bytes=psutil.Process().memory_info().rss,
+        peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,  # Linux tells KiB
+    )
 
 
 def _read_number(path: Path) -> int | None:

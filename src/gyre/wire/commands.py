@@ -109,7 +109,7 @@ def _make_folder(config: RunConfig, config_path: Path, overrides: list[str], sta
 
 
 def evaluate(model: Path, config: RunConfig, *, num_problems: int) -> dict[str, Any]:
-    """Accuracy of a model folder on a config's held-out problems; "counted": what fell back, failed or was dropped."""
+    """Accuracy or mean reward of a model folder on held-out problems; "counted": what fell back or was dropped."""
     refuse_reward_model(model)
     if all(part.kind == "model" for part in config.rewards.parts):
         raise ConfigError(
@@ -143,6 +143,9 @@ def evaluate(model: Path, config: RunConfig, *, num_problems: int) -> dict[str, 
         "metric": outcome.metric,
         "value": outcome.value,
         "n": outcome.n,
+        "standard_error": outcome.standard_error,
+        "interval": None if outcome.interval is None else list(outcome.interval),
+        "meaning": outcome.meaning,
         "detail": outcome.detail,
         "source": found.source,
         "counted": count_events(events),

@@ -61,7 +61,7 @@ def why_unjudged(config: RunConfig, stage: str) -> str:
     return ""
 
 
-def judge_goal(config: RunConfig, stage: str, evals: Mapping[str, Mapping[str, float]]) -> dict[str, Any] | None:
+def judge_goal(config: RunConfig, stage: str, evals: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
     """{"reached": true, false, or null where nobody measured it; "verdict": a sentence}; None without a goal."""
     goal = config.goal
     if goal is None:

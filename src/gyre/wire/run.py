@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,10 @@ from gyre import __version__
 from gyre.core.errors import ConfigError, GyreError, RewardError, SnapshotError
 from gyre.loop.ports import Observers
 from gyre.loop.resume import Progress, from_snapshot
+from gyre.observe.contradictions import Watch
 from gyre.observe.events import EventLog, count_steps, has_row, next_attempt, read_events
 from gyre.observe.hardware import describe_hardware
-from gyre.observe.live import make_progress
+from gyre.observe.live import make_progress, show_measure
 from gyre.observe.report import write_report
 from gyre.observe.samples import SampleLog
 from gyre.observe.spans import Spans
@@ -48,7 +49,7 @@ from gyre.wire.order import MAIN, Order
 from gyre.wire.placement import Inline, Placement, stage_store
 from gyre.wire.signals import StopSignals
 from gyre.wire.stage import Built
-from gyre.wire.stages import Stage, StageData, load_stage_data, plan_run, plan_stages
+from gyre.wire.stages import Stage, StageData, load_stage_data, plan_run, plan_stages, rate_remarks
 
 MISREAD = (
     "transformers reads tokenizer files beside a model of this family by its own rules, so the export's would give "
@@ -87,6 +88,14 @@ class Run:
         self._events.subscribe(self._progress)
         signals.close_display = self._progress.close
         self._sinks = make_sinks(config, folder, self._events)
+        self._events.subscribe(
+            Watch(
+                self._emit,
+                temperatures=(config.rollout.temperature, config.eval.temperature),
+                show=show_measure,
+                history=read_events(folder / "events.jsonl"),
+            )
+        )
         self._spans = Spans(self._emit)
         if self._events.attempt > 1 and not has_samples:
             self._emit("warn.samples_gone", reason="samples.jsonl was not there; those of earlier attempts are missing")
@@ -273,8 +282,8 @@ class Run:
         """Decide, and write down what was decided. A resumed run keeps its number of KV pages, however much memory is
         free now: with fewer of them completions are preempted, which shows in the last bits of what they sample."""
         path = self._folder / ("plan.json" if stage.name == MAIN else f"plan.{stage.name}.json")
-        config = self._config
-        if path.exists() or path.is_symlink():
+        config, resumed = self._config, path.exists() or path.is_symlink()
+        if resumed:
             pages = _read_plan(path).kv_pages
             config = config.model_copy(update={"engine": config.engine.model_copy(update={"num_pages": pages})})
         dtype = dtype_name(self._machine)
@@ -288,10 +297,14 @@ class Run:
             share=self._placement.share,
             ranks=self._placement.ranks,
         )
+        if resumed and plan.kv_pages and not self._config.engine.num_pages:
+            plan = replace(plan, reasons={**plan.reasons, "kv_pages": "as in the first attempt"})
         check_invariant(config, stage, policy.spec, self._machine, plan.page_tokens)
         aside = path.with_suffix(".partial")
         aside.write_text(plan.to_json(), encoding="utf-8")
         aside.replace(path)
+        for reason in rate_remarks(stage):
+            self._emit("warn.learning_rate_high", stage=stage.name, reason=reason)
         self._emit(
             "plan.made", stage=stage.name, residency=plan.residency, kv_pages=plan.kv_pages, notes=list(plan.notes)
         )

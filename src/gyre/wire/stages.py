@@ -40,7 +40,7 @@ from gyre.planner.shapes import model_numbers
 from gyre.runconfig import RunConfig
 from gyre.text.tokenizer import Tokenizer
 from gyre.trainer.blocks import check_codes
-from gyre.trainer.config import TrainerConfig, refuse_cut
+from gyre.trainer.config import HIGH_RATE, TrainerConfig, refuse_cut
 from gyre.wire.goal import accuracy_metric
 from gyre.wire.order import COLD_START, MAIN
 
@@ -302,7 +302,8 @@ def read_inputs(
         max_queued=config.engine.max_queued,
         max_queued_tokens=config.engine.max_queued_tokens,
         max_refills=config.rollout.max_refills if drops_equal(stage.objective) else 0,
-        remarks=filter_remarks(config, stage.objective),
+        not_given=not_given(config, stage),
+        remarks=(*filter_remarks(config, stage.objective), *rate_remarks(stage)),
         engine_tokens_per_step=config.engine.token_budget,
         batch_invariant=config.engine.batch_invariant,
         residency=None if memory.residency == "auto" else memory.residency,
@@ -314,6 +315,41 @@ def read_inputs(
         snapshot_background=config.snapshot.background,
         reference_average=bool(stage.trainer.reference_moving_average),
         sum_gradients=config.parallel.sum_gradients,
+    )
+
+
+def not_given(config: RunConfig, stage: Stage) -> dict[str, str]:
+    """Names of the plan that neither the file nor --set gave a value for, and where their values come from."""
+    cold = stage.name != MAIN and config.cold_start is not None
+    generated = needs_rollouts(stage.objective)
+    given = {
+        "objective": not cold and "kind" in config.objective.model_fields_set,
+        "prompts_per_step": "examples_per_step" in config.cold_start.model_fields_set
+        if cold and config.cold_start is not None
+        else "prompts_per_step" in config.rollout.model_fields_set,
+        "completions_per_prompt": generated and "completions_per_prompt" in config.rollout.model_fields_set,
+        "tokens_per_chunk": "tokens_per_chunk" in config.trainer.model_fields_set,
+        "max_running": "max_running" in config.engine.model_fields_set,
+        "dtype": config.run.dtype != "auto",
+    }
+    words = {
+        "objective": "a cold start is supervised" if cold else "default",
+        "completions_per_prompt": "default" if generated else f"sequences of one row for {stage.objective.kind}",
+    }
+    return {name: words.get(name, "default") for name, is_given in given.items() if not is_given}
+
+
+def rate_remarks(stage: Stage) -> tuple[str, ...]:
+    """Learning rates that leave nothing of what a model has learnt, with the keys that set them."""
+    cold, trainer = stage.name == COLD_START, stage.trainer
+    rates = {"cold_start.learning_rate" if cold else "trainer.learning_rate": trainer.learning_rate}
+    if needs_critic(stage.objective) and trainer.critic_learning_rate is not None:
+        rates["trainer.critic_learning_rate"] = trainer.critic_learning_rate
+    return tuple(
+        f"{key} = {rate:g}: AdamW moves each weight by about as much in one update, and weights begin at about "
+        f"{HIGH_RATE:g}; 1e-6 to 3e-3 is usual"
+        for key, rate in rates.items()
+        if rate > HIGH_RATE
     )
 
 

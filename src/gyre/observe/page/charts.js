@@ -1,7 +1,23 @@
 // Charts: a line chart over steps or time. All line charts share one cursor and one zoom.
 
-const PLOT_TOP = 16;
-const PLOT_BOTTOM = 22;
+const PLOT_TOP = 32; // room for the name of the upward axis, and of a stage below it
+const PLOT_BOTTOM = 38; // room for ticks, and the name of the other axis below them
+const FEWEST_JOINED = 3; // evaluations that a line is drawn through
+
+// The names of both axes, with their units, over the top left corner and under the bottom right one.
+function axisNames(yName, xName, { left, right, bottom }) {
+  return [
+    svg("text", { class: "axis-name", x: 0, y: 11 }, fitText(yName, right)),
+    svg("text", { class: "axis-name", x: right, y: bottom + 32, "text-anchor": "end" }, fitText(xName, right - left)),
+  ];
+}
+
+function fitText(text, room) {
+  if (textWidth(text) <= room) return text;
+  let cut = text;
+  while (cut.length > 1 && textWidth(`${cut}…`) > room) cut = cut.slice(0, -1);
+  return `${cut}…`;
+}
 
 // Straight lines fitted to the neighbours on both sides, twice: a mean where both sides are there, and no pull towards
 // the inside where a stage begins or ends. `amount` from 0 to 1 sets the reach as a share of the stage, so that it means
@@ -55,7 +71,7 @@ class LineChart {
     this.stage = stage;
     this.lines = series.map((line, at) => ({ ...line, colour: seriesColour(at) }));
     this.wide = false;
-    this.height = 168;
+    this.height = 196;
     this.value = el("div", { class: "chart-value" });
     this.legend = el("div", { class: "legend" });
     this.plot = svg("svg", { class: "plot", height: this.height, tabindex: 0, role: "img" });
@@ -70,7 +86,7 @@ class LineChart {
   setWide(wide) {
     if (wide === this.wide) return;
     this.wide = wide;
-    this.height = wide ? 220 : 168;
+    this.height = wide ? 248 : 196;
     this.node.classList.toggle("wide", wide);
     this.plot.setAttribute("height", this.height);
     this.redraw();
@@ -139,8 +155,8 @@ class LineChart {
     this.cursor = svg("g");
     this.plot.replaceChildren(
       svg("clipPath", { id: clip }, svg("rect", { x: left - 4, y: 0, width: right - left + 8, height: bottom + 4 })),
-      ...this.gridParts(yTicks, labels), ...this.stageParts(),
-      svg("g", { "clip-path": `url(#${clip})` }, this.lines.map((line) => (line.dots ? this.dotParts(line) : this.lineParts(line)))),
+      ...this.gridParts(yTicks, labels), ...this.stageParts(), ...axisNames(this.yName(), this.xName(), this.frame),
+      svg("g", { "clip-path": `url(#${clip})` }, this.lines.map((line) => (line.dots ? this.dotParts(line).flat() : this.lineParts(line))).flat().filter(Boolean)),
       this.cursor);
     this.showCursor();
   }
@@ -166,6 +182,19 @@ class LineChart {
         return svg("text", { x: middle, y: bottom + 15, "text-anchor": "middle" }, text);
       }),
     ].flat(2).filter(Boolean);
+  }
+
+  yName() {
+    const title = capital(this.panel.title);
+    if (this.panel.unit === "fraction") return `${title} (%)`;
+    return this.panel.unit ? `${title} (${this.panel.unit})` : title;
+  }
+
+  xName() {
+    if (view.axis === "time") return "Time since the run began (hours, minutes, seconds)";
+    const stage = this.stage || this.soleStage();
+    if (stage) return RUN.stages.length > 1 ? `Step of ${words(stage.name)}` : "Step";
+    return RUN.stages.filter((known) => known.steps > 0).length > 1 ? "Step, stages end to end" : "Step";
   }
 
   // Round step numbers of the stage, where one stage is in view.
@@ -232,7 +261,10 @@ class LineChart {
       ? svg("line", { x1: this.sx(xs[at]), x2: this.sx(xs[at]), y1: this.sy(line.lo[at]), y2: this.sy(line.hi[at]), "stroke-width": 1.4, opacity: 0.6, style }) : null);
     const dots = line.v.map((value, at) => value === null ? null
       : svg("circle", { cx: this.sx(xs[at]), cy: this.sy(value), r: xs.length > 40 ? 2 : 3.6, "stroke-width": 1.5, style: { fill: line.colour, stroke: "var(--surface)" } }));
-    return [svg("path", { d: this.path(line, line.v), "stroke-width": 1.6, "stroke-dasharray": "1 4", "stroke-linecap": "round", style: { ...style, fill: "none" } }), whiskers, dots];
+    // Two evaluations say nothing of what lies between them.
+    const joined = line.v.filter((value) => value !== null).length >= FEWEST_JOINED
+      ? svg("path", { d: this.path(line, line.v), "stroke-width": 1.6, "stroke-dasharray": "1 4", "stroke-linecap": "round", style: { ...style, fill: "none" } }) : [];
+    return [joined, whiskers, dots];
   }
 
   // Value of a line at the cursor, or its newest. Lines that do not reach the cursor have none.

@@ -56,12 +56,12 @@ function stageChart(panel, stage) {
     const cut = { ...line };
     for (const key of ["x", "t", "v", "lo", "hi", "n"]) if (line[key]) cut[key] = keep.map((at) => line[key][at]);
     return cut;
-  }).filter((line) => line.x.length);
+  }).filter((line) => line.v.some((value) => value !== null));
   return series.length ? new LineChart(panel, series, stage) : null;
 }
 
 function constantChips() {
   if (!DATA.constants.length) return null;
-  return el("div", {}, note("Never changed:"), el("div", { class: "constants" },
+  return el("div", {}, note("Never changed, or never a finite number (–):"), el("div", { class: "constants" },
     DATA.constants.map((item) => el("span", { class: "chip mono" }, `${item.name} = ${number(item.value)}`))));
 }

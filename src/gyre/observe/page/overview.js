@@ -24,7 +24,7 @@ function lead() {
   const first = DATA.outcomes[0];
   const spent = `${RUN.finished ? "in" : "so far, after"} ${seconds(RUN.seconds)}`;
   if (first.path.length < 2) return `One evaluation ${spent}.`;
-  if (first.unit !== "fraction") return `${capital(first.title)} from ${number(first.before.value)} to ${number(first.after.value)} ${spent}.`;
+  if (first.unit !== "fraction" || first.measure !== "accuracy") return `${capital(first.title)} from ${shown(first.before.value, first.unit)} to ${shown(first.after.value, first.unit)} ${spent}.`;
   const points = (first.after.value - first.before.value) * 100;
   if (Math.abs(points) < 0.05) return `As accurate as at the start, ${spent}.`;
   return `${Math.abs(points).toFixed(1)} points ${points > 0 ? "more" : "less"} accurate ${spent}.`;
@@ -40,9 +40,11 @@ function outcomeCard() {
     el("div", { class: "outcome-numbers", role: "img", "aria-label": span(first) },
       several ? [el("span", { class: "outcome-before" }, tight(first.before.value, first.unit)), arrow()] : null,
       el("span", { class: "outcome-after" }, tight(first.after.value, first.unit))),
-    several && first.path.length > 2 ? pathChart(first) : null,
+    several && first.path.length > 2 ? [pathChart(first), el("p", { class: "outcome-axis" }, `${capital(first.title)}${first.unit === "fraction" ? " (%)" : ""} over steps, ${count(first.path.length)} evaluations`)] : null,
+    first.meaning ? el("p", { class: "outcome-meaning" }, `${capital(words(first.measure))}: ${first.meaning}`) : null,
+    DATA.contradiction ? el("p", { class: "outcome-warning", role: "note" }, capital(DATA.contradiction)) : null,
     el("div", { class: "outcome-more" },
-      interval ? el("span", {}, "95 % interval ", el("b", {}, `${percent(interval[0])} – ${percent(interval[1])}`)) : null,
+      interval ? el("span", {}, "95 % interval ", el("b", {}, `${shown(interval[0], first.unit)} to ${shown(interval[1], first.unit)}`)) : null,
       others.slice(0, 4).map((other) => el("span", {}, `${other.title} `, el("b", {}, span(other))))));
 }
 
@@ -145,9 +147,20 @@ function tiles() {
     const sorted = speed.v.filter((value, at) => value !== null && stageAt(speed.x[at]) === stage).sort((a, b) => a - b);
     if (sorted.length) tile("Tokens per second", number(sorted[sorted.length >> 1]), `median of ${stage && RUN.stages.length > 1 ? words(stage.name) : "the run"}`);
   }
-  if (DATA.memory) tile("Peak device memory", bytes(peakOf("device").total), peakOf("device").phase === "idle" ? "between phases" : `in ${peakOf("device").phase || "the run"}`);
+  if (DATA.memory) peakTile(tile);
   tile("Counted events", count(RUN.numCounted), RUN.numCounted ? "fallbacks, drops, retries" : "nothing fell back");
   return made;
+}
+
+// The most that was ever allocated, as the allocator or the system measured it within phases; else the largest sum of
+// components at the end of a phase, which is less.
+function peakTile(tile) {
+  const { peak } = DATA.memory;
+  const at = (phase) => (phase === "idle" ? "between phases" : `in ${phase || "the run"}`);
+  const held = peakOf("device");
+  if (!peak) tile("Most held by components", bytes(held.total), at(held.phase));
+  else if (peak.of === "device") tile("Peak device memory", bytes(peak.bytes), at(peak.phase));
+  else tile("Peak process memory", bytes(peak.bytes), `components ${bytes(held.total)} at most`);
 }
 
 function peakOf(tier) {

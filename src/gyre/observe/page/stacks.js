@@ -36,7 +36,8 @@ class StackChart {
         svg("text", { x: left - 7, y: this.sy(value) + 3.5, "text-anchor": "end" }, format(value)),
       ]),
       ...this.areas(), ...(line ? [this.lineOver(line)] : []), ...this.ribbon(), ...this.marks(),
-      svg("line", { class: "axis", x1: left, x2: right, y1: bottom, y2: bottom }), ...this.xLabels(), this.cursor);
+      svg("line", { class: "axis", x1: left, x2: right, y1: bottom, y2: bottom }), ...this.xLabels(),
+      ...axisNames(this.options.yName, this.options.xName, { left, right, bottom: this.frame.bottom + (this.options.ribbon ? 8 : 0) }), this.cursor);
     this.showCursor();
   }
 
@@ -116,7 +117,7 @@ class StackChart {
       const text = `step ${count(round)}`;
       const [x, half] = [this.sx(at + 0.5), textWidth(text) / 2];
       if (x - half < Math.max(end + 10, this.frame.left - 8) || x + half > this.frame.width) continue;
-      made.push(svg("text", { x, y: this.height - 6, "text-anchor": "middle" }, text));
+      made.push(svg("text", { x, y: this.height - 22, "text-anchor": "middle" }, text));
       end = x + half;
     }
     return made;
@@ -188,7 +189,7 @@ function perStepCard() {
   const where = el("p", {});
   const unit = columns.size > 1 ? `mean of each ${columns.size} steps` : "each step";
   const chart = new StackChart(parts, {
-    format: seconds, height: 268, label: (at) => stepName(columns.x[at]), step: (at) => stageStep(columns.x[at]), marks: stageMarks(columns.x),
+    format: seconds, height: 296, yName: "Time per step (seconds)", xName: "Step", label: (at) => stepName(columns.x[at]), step: (at) => stageStep(columns.x[at]), marks: stageMarks(columns.x),
     describe: `Seconds per step by phase, ${columns.x.length} columns. Arrow keys read values.`,
     onhover: (at) => { legend.show(at); where.textContent = at === null ? unit : `${stepName(columns.x[at])}: ${seconds(chart.total(at))}`; },
   });
@@ -215,7 +216,7 @@ function overlapCard() {
     where.textContent = at === null ? `${seconds(total.rule_s)} of rules in all` : stepName(data.x[at]);
   };
   const chart = data.x.length > 1 ? new StackChart(parts, {
-    height: 158, format: seconds, label: (at) => stepName(data.x[at]), step: (at) => stageStep(data.x[at]), onhover: show,
+    height: 186, format: seconds, yName: "Time of rules per step (seconds)", xName: "Step", label: (at) => stepName(data.x[at]), step: (at) => stageStep(data.x[at]), onhover: show,
     describe: "Seconds of rule rewards per step, by what hid them. Arrow keys read values.",
   }) : null;
   show(null);
@@ -234,7 +235,11 @@ function memorySection() {
   const state = { tier: "device" };
   const card = el("div", { class: "card" });
   const build = () => card.replaceChildren(...memoryParts(memory, state.tier));
-  const node = section("memory", "Memory by owner", "Bytes of each component at every phase boundary, measured. The ribbon shows the phase; drag to zoom.",
+  const { peak } = memory;
+  const most = !peak ? "" : peak.of === "device"
+    ? ` The most that was allocated within a phase, temporaries included, is ${bytes(peak.bytes)} (${peak.phase}).`
+    : ` The most that the process ever held in all is ${bytes(peak.bytes)}.`;
+  const node = section("memory", "Memory by owner", "Bytes of each component at every phase boundary, measured. The ribbon shows the phase; drag to zoom." + most,
     tiers.length > 1 ? segmented("Tier", tiers.map((tier) => [tier, { device: "Device", host: "Host", disk: "Disk" }[tier]]), () => state.tier, (tier) => { state.tier = tier; build(); }) : null);
   build();
   node.append(card, ...memory.notes.map(note));
@@ -254,17 +259,17 @@ function memoryParts(memory, tier) {
   const line = whole ? whole.line : null;
   const show = (hover) => {
     const at = hover ?? peak.at;
-    head.textContent = hover === null ? `at the peak: ${place(at)}` : place(at);
+    head.textContent = hover === null ? `when most was held: ${place(at)}` : place(at);
     const total = sum(parts.map((part) => part.values[at])) || 1;
     for (const row of rows) { row.now.textContent = bytes(row.part.values[at]); row.share.textContent = percent(row.part.values[at] / total, 0); }
     allNow.textContent = bytes(sum(parts.map((part) => part.values[at])));
   };
   const reset = el("button", { class: "btn", type: "button", hidden: true, on: { click: () => chart.zoom(0, chart.size) } }, "Whole run");
   const chart = new StackChart(parts, {
-    height: 300, format: bytes, ticks: byteTicks, label: place, line, step: (at) => memory.step[at],
+    height: 328, format: bytes, yName: "Held by components (bytes)", xName: "Ends of phases, in order", ticks: byteTicks, label: place, line, step: (at) => memory.step[at],
     ribbon: (at) => (memory.phase[at] ? phaseColour(memory.phase[at]) : null),
-    marks: [{ at: peak.at, value: peak.total, text: `peak ${bytes(peak.total)}` }, ...RUN.stages.slice(1).map((stage) => ({ at: memory.stage.indexOf(stage.name), text: words(stage.name) })).filter((mark) => mark.at > 0)],
-    describe: `Bytes on the ${tier} by owner; peak ${bytes(peak.total)} at ${place(peak.at)}. Arrow keys read values.`,
+    marks: [{ at: peak.at, value: peak.total, text: `most held ${bytes(peak.total)}` }, ...RUN.stages.slice(1).map((stage) => ({ at: memory.stage.indexOf(stage.name), text: words(stage.name) })).filter((mark) => mark.at > 0)],
+    describe: `Bytes on the ${tier} by owner; most held ${bytes(peak.total)} at ${place(peak.at)}. Arrow keys read values.`,
     onhover: show, onzoom: (zoomed) => { reset.hidden = !zoomed; strip?.show(); },
   });
   const strip = chart.size > 60 ? new MemoryStrip(parts, chart) : null;

@@ -5,7 +5,7 @@ const RULER = 22;
 
 function timeSection() {
   if (!DATA.timeline && !DATA.overlap) return;
-  const node = section("time", "Where the time went", "Each bar is one phase. Drag to move, Ctrl and scroll to zoom; arrow keys step from bar to bar.");
+  const node = section("time", "Where the time went", "Each bar is one phase, over the time since the run began. Drag to move, Ctrl and scroll to zoom; arrow keys step from bar to bar.");
   const stack = el("div", { class: "stack" });
   node.append(stack);
   if (DATA.timeline) stack.append(new Timeline(DATA.timeline).node);
