@@ -223,14 +223,13 @@ def _finite(value: float) -> float | None:
 
 
 def _is_empty(panel: Panel, members: Sequence[Series]) -> bool:
-    """Say whether a panel has nothing to see: no finite number, or nothing that ever changed. What a run is about is
-    shown even then."""
-    values = [[value for _, _, value, _ in series.points if value is not None] for series in members]
-    if not any(values):
+    """Say whether a panel has nothing to see: no finite number, or nothing but zeros. What a run is about is shown even
+    then."""
+    values = [value for series in members for _, _, value, _ in series.points if value is not None]
+    if not values:
         return True
-    if panel.panel_id in ALWAYS_SHOWN or all(len(series.points) == 1 for series in members):
-        return False
-    return all(len(set(own)) <= 1 and len(own) in (0, len(s.points)) for own, s in zip(values, members, strict=True))
+    several = any(len(series.points) > 1 for series in members)
+    return several and panel.panel_id not in ALWAYS_SHOWN and not any(values)
 
 
 def _constant(series: Series) -> float | None:
