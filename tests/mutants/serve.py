@@ -19,7 +19,7 @@ import pytest
 import torch  # noqa: F401
 from hypothesis import Phase, settings
 
-LIMIT_S = 120  # of one test; an endless loop is noticed by it
+LIMIT_S = 60  # of one test; an endless loop is noticed by it
 
 
 def main(path: str, tests: list[str]) -> None:

@@ -98,3 +98,8 @@ def test_the_last_free_row_is_given() -> None:
     requests = [make(name, 4, 2) for name in "abc"]
     _, seen, _ = run(requests, num_pages=64, max_running=2)
     assert seen[0] == (0, 8) and seen[1] == (2, 0) and seen[2] == (0, 4)
+
+
+def test_a_sibling_takes_the_last_free_row() -> None:
+    _, seen, _ = run([make("a", 6, 1, n=2)], num_pages=64, max_running=2)
+    assert seen == [(0, 6)]
