@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
 
@@ -16,6 +17,7 @@ from gyre.rewards import link
 from gyre.rewards.config import RewardsConfig
 from gyre.rewards.link import Nursery
 from gyre.rewards.score import RuleScorer
+from gyre.rewards.worker import tell_gone
 
 
 @pytest.fixture(autouse=True)
@@ -78,3 +80,15 @@ def test_calls_end_with_that_reason(monkeypatch: pytest.MonkeyPatch) -> None:
 
     asyncio.run(go())
     assert "reward.nursery_replaced" not in events.kinds()
+
+
+@pytest.mark.parametrize("news", [0, 1, 2])
+def test_a_worker_that_ends_as_the_scorer_leaves_is_no_traceback(news: int) -> None:
+    """With news unread the socket is reset, without it is broken."""
+    scorer, nursery = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with nursery:
+        for name in range(news):
+            tell_gone(nursery, str(name), 0)
+        scorer.close()
+        tell_gone(nursery, "9", 9)
+        tell_gone(nursery, "10", 0)

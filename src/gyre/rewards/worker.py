@@ -78,8 +78,13 @@ def nursery(control: socket.socket, guard_fd: int) -> NoReturn:
                 os.close(fd)
                 _, status = os.waitpid(pid, 0)
                 orphans_s = time.monotonic() + _GRACE_S
-                with contextlib.suppress(BrokenPipeError):  # the scorer is leaving
-                    control.send(f"gone {name} {os.waitstatus_to_exitcode(status)}".encode())
+                tell_gone(control, name, status)
+
+
+def tell_gone(control: socket.socket, name: str, status: int) -> None:
+    """Say that a worker has ended. A scorer that is leaving may have left such news unread, which resets the socket."""
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        control.send(f"gone {name} {os.waitstatus_to_exitcode(status)}".encode())
 
 
 def _obey(control: socket.socket, guard_fd: int, workers: dict[int, tuple[str, int]], poll: select.poll) -> None:
