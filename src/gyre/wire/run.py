@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from gyre import __version__
-from gyre.core.errors import ConfigError, GyreError, RewardError, SnapshotError
+from gyre.core.errors import ConfigError, DivergedError, GyreError, InputError, RewardError, SnapshotError
 from gyre.loop.ports import Observers
 from gyre.loop.resume import Progress, from_snapshot
 from gyre.observe.contradictions import Watch
@@ -113,12 +113,19 @@ class Run:
         try:
             with self._signals.task():
                 return await self._go()
-        except RewardError:
+        except (RewardError, DivergedError):
             if self._config.observe.report:
-                write_report(self._folder)  # it shows what failed and how often
+                self._report_failure()
             raise
         finally:
             await self._placement.close()
+
+    def _report_failure(self) -> None:
+        """Write the report, which shows what failed and how often. What ended the run is the error to be raised."""
+        try:
+            write_report(self._folder)
+        except InputError as error:
+            self._emit("warn.report_not_written", error=error.message)
 
     def note_restart(self, error: GyreError, number: int) -> None:
         """Say that this attempt is there because another one ended so."""
