@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from loop_cases import GROUPS_OF_4, HELD_OUT, Bench, digit_share, digits_script, turn
+from test_loop_assemble import rollout as sample
 
 from gyre.core.codec import encode
-from gyre.core.records import Score, ScorePart
+from gyre.core.records import Group, Score, ScorePart
 from gyre.loop.accuracy import AccuracyMetric
 from gyre.loop.config import EvalConfig
-from gyre.loop.refill import filter_metric, is_equal, num_missing, why_filtered_by_score
+from gyre.loop.refill import filter_metric, find_equal, is_equal, num_missing, why_filtered_by_score
 from gyre.loop.resume import from_snapshot
 from gyre.loop.stopping import StopRequest
 from gyre.objectives.config import GrpoConfig, PpoConfig
@@ -49,6 +50,38 @@ def test_a_group_is_kept_where_some_scored_siblings_are_right_and_some_wrong(sib
     scored = [(right, value) for right, value, outcome in siblings if outcome == "ok"]
     assert is_equal(scores, RIGHT) == (not 0 < sum(right for right, _ in scored) < len(scored))
     assert is_equal(scores, None) == (len({value for _, value in scored}) < 2)
+
+
+def test_a_failed_part_counts_for_the_filter_as_it_does_for_the_batch():
+    """A function that failed is worth the least that it gave anywhere in the step."""
+
+    def scored(value, outcome="ok"):
+        parts = (("f", value, outcome), ("format", 1.0, "ok"))
+        made = [ScorePart(name=n, value=v, weight=1.0, reason="", outcome=o) for n, v, o in parts]
+        return Score(rollout_id="x", value=value + 1.0, parts=tuple(made))
+
+    def group(name, *scores):
+        return Group(group_id=name, rollouts=(sample(name, 0, 3),) * len(scores), scores=scores)
+
+    wrong = group("wrong", *[scored(-1.0)] * 3, scored(0.0, "error"))
+    right = group("right", *[scored(0.0)] * 3, scored(0.0, "error"))
+    assert find_equal([wrong, right], None) == {"wrong"}, (
+        "all at -1 in one, the failed one below the others in the other"
+    )
+    assert find_equal([right], None) == {"right"}
+
+
+def test_what_is_only_watched_does_not_score_a_sample():
+    def made(*parts):
+        return tuple(ScorePart(name=n, value=0.0, weight=w, reason="", outcome=o) for n, w, o in parts)
+
+    for parts, is_scored in (
+        (made(("answer", 1.0, "timeout"), ("length", 0.0, "ok")), False),
+        (made(("answer", 1.0, "timeout"), ("format", -0.1, "ok")), True),
+        (made(("watched", 0.0, "ok"), ("other", 0.0, "error")), True),
+        ((), True),
+    ):
+        assert Score(rollout_id="x", value=0.0, parts=parts).is_scored == is_scored
 
 
 @given(st.integers(1, 50), st.integers(0, 50), st.integers(0, 50))

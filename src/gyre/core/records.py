@@ -205,8 +205,10 @@ class Score:
 
     @property
     def is_scored(self) -> bool:
-        """Whether some part could be judged. A sample without is left out of its group and of the loss."""
-        return not self.parts or any(part.outcome == "ok" for part in self.parts)
+        """Whether some part that counts could be judged; parts of weight 0 are only watched, unless all are. A sample
+        without is left out of its group and of the loss."""
+        counting = [part for part in self.parts if part.weight] or self.parts
+        return not counting or any(part.outcome == "ok" for part in counting)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from gyre.core.records import Group, Score
 from gyre.loop.accuracy import AccuracyMetric, is_right
 from gyre.loop.collect import Collector, InFlight, as_group, keep_scores, open_groups, split_whole
 from gyre.loop.config import RolloutConfig
+from gyre.loop.failures import lower_failed
 from gyre.loop.scoring import Scoring
 from gyre.objectives.config import AnyObjective, GrpoConfig
 from gyre.observe.overlap import Interval
@@ -59,8 +60,8 @@ def is_equal(scores: Sequence[Score], metric: AccuracyMetric | None) -> bool:
 
 
 def find_equal(groups: Sequence[Group], metric: AccuracyMetric | None) -> frozenset[str]:
-    """Ids of the groups that teach nothing."""
-    return frozenset(group.group_id for group in groups if is_equal(group.scores, metric))
+    """Ids of the groups that teach nothing, with each failed part at the least that it gave in any of them."""
+    return frozenset(group.group_id for group in lower_failed(groups) if is_equal(group.scores, metric))
 
 
 def num_missing(*, wanted: int, kept: int, in_flight: int) -> int:
