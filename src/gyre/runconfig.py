@@ -37,6 +37,12 @@ from gyre.text.config import TokenizerConfig
 from gyre.trainer.config import SnapshotConfig, TrainerConfig
 from gyre.vram.config import MemoryConfig
 
+MOST_LEVELS = 64  # of tables and lists in each other, in a file and by --set
+# tomllib takes quadratic time for a key of many parts, so one with more than MOST_LEVELS is found before it: in the
+# text without its strings and comments, whose dots part no keys.
+QUOTED = re.compile(r"""\"{3}(?:\\.|[^\\])*?"{3}|'{3}.*?'{3}|"(?:\\.|[^"\\\n])*"|'[^'\n]*'|#[^\n]*""", re.DOTALL)
+LONG_KEY = re.compile(rf"(?:\.[ \t]*+[\w-]++[ \t]*+){{{MOST_LEVELS}}}")
+
 CHECK_HINT = "`gyre plan` checks a config without running it"
 
 INVARIANT_REFUSAL = "engine.batch_invariant = true: the trainer cannot give the engine's log-probs to the bit"
@@ -188,12 +194,34 @@ def load_run_config(path: Path, overrides: list[str]) -> RunConfig:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
+    """The file's tables. ConfigError: no file, no TOML, or tables more than MOST_LEVELS deep in each other."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        if LONG_KEY.search(QUOTED.sub("q", text)):
+            raise _too_deep(str(path))
+        tree = tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", hint="give the path of a run's TOML file") from error
     except (ValueError, RecursionError) as error:  # ValueError: of UTF-8, of TOML, of a number with too many digits
         raise ConfigError(f"{path} is no TOML: {_first(error)}", hint="gyre init writes an example") from error
+    _check_depth(tree, str(path))
+    return tree
+
+
+def _check_depth(tree: Mapping[str, Any], where: str) -> None:
+    """What reads the tree later recurses; this does not."""
+    level: list[Any] = [tree]
+    for _ in range(MOST_LEVELS):
+        inside = (value for node in level for value in (node.values() if isinstance(node, Mapping) else node))
+        level = [value for value in inside if isinstance(value, Mapping | list)]
+    if level:
+        raise _too_deep(where)
+
+
+def _too_deep(where: str) -> ConfigError:
+    return ConfigError(
+        f"{where}: tables and lists lie more than {MOST_LEVELS} deep in each other", hint="shorten the key's path"
+    )
 
 
 def apply_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -219,6 +247,7 @@ def apply_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[s
         for kept, dropped in (("path", "shape"), ("shape", "path")):
             if path[:2] == ["model", kept]:
                 changed["model"].pop(dropped, None)
+    _check_depth(changed, "--set")
     return changed
 
 

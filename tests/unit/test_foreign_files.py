@@ -25,7 +25,7 @@ from gyre.models.decoder import Decoder
 from gyre.models.hub_files import read_json
 from gyre.models.load import export_hub, init_weights, load_hub
 from gyre.models.spec import spec_from_hub_config, spec_from_shape
-from gyre.runconfig import apply_overrides, parse_run_config, read_toml
+from gyre.runconfig import apply_overrides, load_run_config, parse_run_config, read_toml
 from gyre.text.tokenizer import load_tokenizer
 
 CPU = torch.device("cpu")
@@ -179,6 +179,27 @@ def test_toml_that_is_nested_too_deep_is_a_config_error(deep: str, tmp_path: Pat
         parse_run_config(apply_overrides({}, [f"model.path={deep}", "run.seed=x"]), where="run.toml")
     with pytest.raises(ConfigError):
         parse_run_config(apply_overrides({}, [".".join(["a"] * 20_000) + "=1"]), where="run.toml")
+
+
+DOTS = ".".join(["a"] * 3000)
+DEEP_TOML = {
+    "a header": f"[data.template_options.{DOTS}]\nx = 1\n",
+    "a list of tables": f"[[data.template_options.{DOTS}]]\nx = 1\n",
+    "a key": f"[data.template_options]\n{DOTS} = 1\n",
+    "a key in quotes": "[data.template_options]\n" + " . ".join(['"a.b"', "'c'"] * 1500) + " = 1\n",
+    "a key in a table": f"[data.template_options]\nx = {{ {DOTS} = 1 }}\n",
+    "a key of very many parts": "a." * 500_000 + "a = 1\n",
+    "a header and a key": f"[{DOTS[:79]}]\n{DOTS[:79]} = 1\n",
+    "lists": "[data.template_options]\nx = " + "[" * 70 + "]" * 70 + "\n",
+}
+
+
+@pytest.mark.parametrize("what", DEEP_TOML)
+def test_toml_of_deep_keys_is_a_config_error(what: str, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(DEEP_TOML[what])
+    with pytest.raises(ConfigError, match=r"run\.toml: .*more than 64 deep") as caught:
+        load_run_config(tmp_path / "run.toml", [])
+    assert caught.value.hint
 
 
 # -- at random

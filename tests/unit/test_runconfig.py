@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from gyre.core.config import Section
 from gyre.core.errors import ConfigError
-from gyre.runconfig import RunConfig, apply_overrides, load_run_config, parse_run_config
+from gyre.runconfig import RunConfig, apply_overrides, load_run_config, parse_run_config, read_toml
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 MODEL = {"model": {"path": "somewhere"}}
@@ -342,6 +342,25 @@ def test_files_that_cannot_be_used(tmp_path):
         with pytest.raises(ConfigError, match=words) as caught:
             load_run_config(tmp_path / name, [])
         assert str(tmp_path / name) in caught.value.message and caught.value.hint
+
+
+def test_keys_may_be_64_deep_and_texts_may_have_any_number_of_dots(tmp_path):
+    path, dots = tmp_path / "run.toml", "a." * 99 + "a"
+    path.write_text(
+        f'# {dots}\nx = "{dots} \\"{dots}"\ny = \'{dots}\'\nz = """\n{dots}\n"{dots}\\\\"""\n'
+        f"t = '''\n{dots}'''\nf = [{'0.5, ' * 99}]\n"
+    )
+    tree = read_toml(path)
+    assert tree == {"x": f'{dots} "{dots}', "y": dots, "z": f'{dots}\n"{dots}\\', "t": dots, "f": [0.5] * 99}
+    for num_parts, refused in ((64, False), (65, True)):
+        key = ".".join(["a"] * num_parts)
+        for text, overrides in ((f"{key} = 1", []), ("", [f"{key}=1"]), ("", [f"a={{{key[2:]}=1}}"])):
+            path.write_text(text)
+            if refused:
+                with pytest.raises(ConfigError, match="more than 64 deep"):
+                    apply_overrides(read_toml(path), overrides)
+            else:
+                assert apply_overrides(read_toml(path), overrides)
 
 
 # Imports -------------------------------------------------------------------------------------------------------------

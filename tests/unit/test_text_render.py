@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from test_text_tokenizer import TOKENIZER
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from gyre.core.errors import InputError
 from gyre.text.detokenise import Detokeniser, StopMatcher
 from gyre.text.render import r1_response, render_example, render_prompt
 from gyre.text.tokenizer import END, Tokenizer, plain_chat
@@ -117,6 +118,15 @@ def test_empty_response_is_an_end_token() -> None:
 def test_braces_in_the_prompt_are_text(template: str) -> None:
     _, text = render_prompt(TOKENIZER, "f({x}) {system}?", template=template, system="S")
     assert text == "S\nf({x}) {system}?\n"
+
+
+def test_one_system_message_is_given_not_two() -> None:
+    own = [{"role": "system", "content": "OWN"}, {"role": "user", "content": "a"}]
+    assert render_prompt(TOKENIZER, own)[1] == "OWN\na\n"
+    assert render_prompt(TOKENIZER, own[1:], system="GIVEN")[1] == "GIVEN\na\n"
+    for turns in (own, [*own[1:], {"role": "assistant", "content": "b"}, *own]):
+        with pytest.raises(InputError, match=r"data\.system is set, and the prompt has a system message of its own"):
+            render_prompt(TOKENIZER, turns, system="GIVEN")
 
 
 def test_plain_chat_of_a_conversation() -> None:

@@ -9,10 +9,13 @@ import time
 from pathlib import Path
 
 import pytest
+from test_data_sources import Events
 from test_text_hub import LLAMA_CHAT, QWEN_CHAT, hub_folder
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from gyre.core.errors import ConfigError, InputError
+from gyre.data.config import DataConfig
+from gyre.data.sources import load_prompts
 from gyre.text.render import render_example, render_prompt
 from gyre.text.template import ChatTemplate
 from gyre.text.tokenizer import load_tokenizer
@@ -79,6 +82,11 @@ def test_rendered_as_transformers_renders(form: str, prompted: bool) -> None:
     assert ours == theirs
 
 
+OPEN_CHAT = (  # as published with Qwen1.5: a last turn is closed only before a generation prompt
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content']}}"
+    "{% if (loop.last and add_generation_prompt) or not loop.last %}{{ '<|im_end|>' + '\n'}}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and messages[-1]['role'] != 'assistant' %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 ENDS = {  # template, eos_token of the tokenizer, end of a turn
     "chatml of a base model": (QWEN_CHAT, "<|endoftext|>", "<|im_end|>"),
     "gemma": (
@@ -100,6 +108,32 @@ ENDS = {  # template, eos_token of the tokenizer, end of a turn
         "{% for m in messages %}{{ '<|im_start|>' + ('<think></think>' if m.role == 'assistant' else '') + m.content | trim + '<|im_end|>' }}{% endfor %}",
         "<|endoftext|>",
         "<|im_end|>",
+    ),
+    "chatml of qwen 1.5": (OPEN_CHAT, "<|endoftext|>", "<|im_end|>"),
+    "chatml of qwen 1.5, its system message": (
+        "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\nYou help.<|im_end|>\n' }}{% endif %}" + OPEN_CHAT,
+        "<|endoftext|>",
+        "<|im_end|>",
+    ),
+    "an end between turns of words": (
+        "{% for m in messages %}{{ m.role + ': ' + m.content }}{% if not loop.last %}{{ '<|im_end|>\n' }}{% endif %}{% endfor %}",
+        "</s>",
+        "<|im_end|>",
+    ),
+    "openers only": (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '\n' }}{% endfor %}",
+        "</s>",
+        "</s>",
+    ),
+    "openers only, of two tokens": (
+        "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>' + m.content }}{% endfor %}",
+        "</s>",
+        "</s>",
+    ),
+    "openers only, after a system message": (
+        "{{ '<|start_header_id|>You help.<|end_header_id|>' }}{% for m in messages %}{{ '<|im_start|>' + m.content }}{% endfor %}",
+        "</s>",
+        "</s>",
     ),
     "plain words": ("{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}", "</s>", "</s>"),
 }
@@ -163,6 +197,36 @@ def test_a_system_message_without_a_place_is_refused(tmp_path: Path) -> None:
         render_prompt(strict, "1", system="S")
     with pytest.raises(ConfigError, match=r"no \{system\}"):
         render_prompt(strict, "1", system="S", template="{prompt}")
+
+
+SYSTEM_FIRST = (
+    "{% for m in messages %}{% if m.role != 'system' or loop.first %}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+)
+SYSTEM = {"role": "system", "content": "SYS"}
+LATER = {
+    "after an answer": [*TURNS, {"role": "assistant", "content": "a"}, SYSTEM, *TURNS],
+    "after another": [{"role": "system", "content": "1"}, SYSTEM, *TURNS],
+    "last": [*TURNS, SYSTEM],
+    "second of three": [SYSTEM, *TURNS, SYSTEM, *TURNS],
+}
+
+
+@pytest.mark.parametrize("where", LATER)
+def test_a_later_system_message_is_shown_or_refused_with_its_row(where: str, tmp_path: Path) -> None:
+    deaf = load_tokenizer(folder_with(tmp_path / "a", SYSTEM_FIRST, "<|endoftext|>", "<|im_end|>"))
+    with pytest.raises(InputError, match="does not stand first"):
+        render_prompt(deaf, LATER[where])
+    assert "SYS" in render_prompt(deaf, [SYSTEM, *TURNS])[1]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": turns, "answer": "1"}) + "\n" for turns in (TURNS, LATER[where])))
+    config = DataConfig(source="jsonl", path=str(rows), held_out_fraction=0)
+    with pytest.raises(InputError, match=r"rows\.jsonl:2: .*does not stand first"):
+        load_prompts(config, deaf, emit=Events())
+    whole = load_tokenizer(folder_with(tmp_path / "b", QWEN_CHAT, "<|endoftext|>", "<|im_end|>"))
+    given = sum(turn is SYSTEM for turn in LATER[where])
+    assert render_prompt(whole, LATER[where])[1].count("SYS") == given
+    assert len(load_prompts(config, whole, emit=Events()).train) == 2
 
 
 def test_no_code_of_a_folder_is_run_and_nothing_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

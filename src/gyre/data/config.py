@@ -71,7 +71,7 @@ class DataConfig(Section):
 
     system: str = ""
     """System message before each prompt, for example one that asks for <think>…</think><answer>…</answer>. Refused
-    where the template has no place for it."""
+    where the template has no place for it, or a row has a system message of its own."""
 
     template: str = "chat"
     """"chat" (the tokenizer's chat template) or a text with {prompt}, and {system} where `system` is set. BOS is put

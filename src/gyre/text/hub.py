@@ -17,7 +17,7 @@ from gyre.text.hub_schema import check_tokenizer_files, eos_ids_of
 from gyre.text.template import ChatTemplate
 
 PATTERNS = ("*.json", "*.model", "*.txt", "*.jinja", "additional_chat_templates/*")
-PROBE = "Qz7answerprobe"  # a text that no template writes itself
+PROBE, QUESTION_PROBE = "Qz7answerprobe", "Qz7questionprobe"  # texts that no template writes itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,20 +87,32 @@ def _template_of(hub: Any, folder: Path) -> ChatTemplate | None:
 
 
 def _turn_end(hub: Any, template: ChatTemplate | None) -> Iterator[int]:
-    """The token that the template writes after an assistant's turn, where that is one token of the vocabulary.
+    """The token that the template writes after an assistant's turn, where that is one token of the vocabulary: after
+    a last turn, or else before the user's next one.
 
     Of base models it differs from eos_token, which ends documents: <|im_end|> and <|endoftext|> of Qwen.
     """
     if template is None:
         return
-    turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": PROBE}]
-    (text,) = template.render([turns], {}, generation_prompt=False)
-    after = text.rpartition(PROBE)[2].lstrip() if PROBE in text else ""
+    turns = [{"role": "user", "content": QUESTION_PROBE}, {"role": "assistant", "content": PROBE}]
     added = hub.backend_tokenizer.get_added_tokens_decoder()
-    names = sorted((token.content.strip(), i) for i, token in added.items())
-    begun = [(len(name), i) for name, i in names if name and after.startswith(name)]
-    if begun:
-        yield max(begun)[1]
+    for further in ([], [{"role": "user", "content": "1"}]):  # ChatML of Qwen1.5 leaves a last turn of the model open
+        (text,) = template.render([[*turns, *further]], {}, generation_prompt=False)
+        after = text.rpartition(PROBE)[2].lstrip() if PROBE in text else ""
+        names = sorted((token.content.strip(), i) for i, token in added.items())
+        begun = [(len(name), i) for name, i in names if name and after.startswith(name)]
+        if begun and not (further and max(begun)[1] in _openers(hub, text.partition(QUESTION_PROBE)[0])):
+            yield max(begun)[1]
+            return
+
+
+def _openers(hub: Any, head: str) -> set[int]:
+    """Tokens that open a turn and so end none: BOS, and the first and last added token of `head`, the text before what
+    the user says. Those between them may end a system message, which the template writes itself."""
+    added = hub.backend_tokenizer.get_added_tokens_decoder()
+    ids = hub.backend_tokenizer.encode(head, add_special_tokens=False).ids
+    inside = [i for i in ids if i in added and i != hub.bos_token_id]
+    return {hub.bos_token_id, *inside[:1], *inside[-1:]}
 
 
 def _named_ends(hub: Any, folder: Path) -> Iterator[int]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from gyre.core.errors import ConfigError
+from gyre.core.errors import ConfigError, InputError
 from gyre.text.tokenizer import Tokenizer
 
 Messages = Sequence[Mapping[str, str]]
@@ -28,7 +28,8 @@ def render_prompt(
 
     `template` is "chat" (the tokenizer's own; ours writes the prompt and a newline) or a text that holds {prompt}, and
     {system} where `system` is given. A conversation needs "chat". `system` comes before the prompt's own messages.
-    ConfigError: a template without a place for the prompt or the system message.
+    ConfigError: a template without a place for the prompt or the system message. InputError: `system` beside a system
+    message of the prompt, or a later system message that the chat template leaves out.
     """
     check_template(template, system)
     if template == "chat" and (system or any(message["role"] == "system" for message in _messages(prompt))):
@@ -45,10 +46,11 @@ def render_texts(
     system: str,
     options: Mapping[str, Any] | None,
 ) -> list[str]:
-    """The text of each prompt. See `render_prompt`."""
+    """The text of each prompt. See `render_prompt`. InputError: a system message that would not be shown as given."""
     if template == "chat":
-        first = [{"role": "system", "content": system}] if system else []
-        return tokenizer.render_chats([[*first, *_messages(prompt)] for prompt in prompts], options=options)
+        conversations = [_conversation(prompt, system) for prompt in prompts]
+        _check_later_systems(tokenizer, conversations, options)
+        return tokenizer.render_chats(conversations, options=options)
     for prompt in prompts:
         if not isinstance(prompt, str):
             raise ConfigError(
@@ -93,6 +95,32 @@ def check_system(tokenizer: Tokenizer, options: Mapping[str, Any] | None) -> Non
             hint="leave data.system empty and put its text into the prompts, or set data.template to a text with "
             "{system} and {prompt}",
         )
+
+
+def _conversation(prompt: str | Messages, system: str) -> list[Mapping[str, str]]:
+    messages = _messages(prompt)
+    if not system:
+        return messages
+    if any(message["role"] == "system" for message in messages):
+        raise InputError(
+            "data.system is set, and the prompt has a system message of its own; a conversation takes one of them",
+            hint="leave data.system empty, or take the system messages out of the rows",
+        )
+    return [{"role": "system", "content": system}, *messages]
+
+
+def _check_later_systems(
+    tokenizer: Tokenizer, conversations: Sequence[Messages], options: Mapping[str, Any] | None
+) -> None:
+    """Many chat templates show a system message in the first place only."""
+    every = {tuple(message["role"] for message in messages) for messages in conversations}
+    for roles in sorted(roles for roles in every if "system" in roles[1:]):
+        if not tokenizer.takes_system(options, roles=roles):
+            raise InputError(
+                "the prompt has a system message that does not stand first, and the model's chat template leaves it "
+                f"out; the roles are {', '.join(roles[:20])}",
+                hint="put its text into the first system message or into a user's message",
+            )
 
 
 def _messages(prompt: str | Messages) -> list[Mapping[str, str]]:

@@ -134,10 +134,15 @@ class Tokenizer:
             )
         return self._template.render(conversations, options or {})
 
-    def takes_system(self, options: Mapping[str, Any] | None = None) -> bool:
-        """Whether the chat template shows a system message; InputError where it refuses one."""
-        turns = [{"role": "system", "content": _SYSTEM_PROBE}, {"role": "user", "content": "1"}]
-        return _SYSTEM_PROBE in self.render_chat(turns, options=options)
+    def takes_system(
+        self, options: Mapping[str, Any] | None = None, *, roles: Sequence[str] = ("system", "user")
+    ) -> bool:
+        """Whether the chat template shows each system message of a conversation of these roles; InputError where it
+        refuses one."""
+        probes = [f"{_SYSTEM_PROBE}{i}." if role == "system" else "1" for i, role in enumerate(roles)]
+        turns = [{"role": role, "content": probe} for role, probe in zip(roles, probes, strict=True)]
+        text = self.render_chat(turns, options=options)
+        return all(probe in text for probe in probes if probe != "1")
 
     def is_longer(self, text: str, num_tokens: int) -> bool:
         """Whether `text` has surely more than `num_tokens` tokens, without encoding all of it: pieces are encoded until
