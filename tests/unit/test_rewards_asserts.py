@@ -226,14 +226,14 @@ def test_a_meter_bounds_the_work_for_one_completion():
 @pytest.mark.parametrize(
     "test",
     [
-        "all(x in f() for x in f())", "all(x not in f()[5000:] for x in f())", "[f().count(x) for x in f()] == [1] * 9000",
-        "sum(f().index(x) for x in f()) == 1", "sum(f() == f() for x in f()) == 9000", "all(x in g() for x in f())",
-        "sum(g()[x] for x in f()) == 0", "all(max(f()) >= x for x in f())", "all(x != f() for x in [f()] * 9000)",
-        "all(x < f() for x in [f()] * 9000)", "all(str(x) not in h() for x in f())",
+        "all(x in f() for x in f())", "all(x in f() and x in f()[1:] for x in f())", "[f().count(x) for x in f()] == [1] * 9000",
+        "sum(f().index(x) for x in f()) == 1", "sum(f() == f() for x in f()) == 9000", "all(x in f(1) for x in f())",
+        "sum(f(1)[x] for x in f()) == 0", "all(max(f()) >= x for x in f())", "all(x != f() for x in [f()] * 9000)",
+        "all(x < f() for x in [f()] * 9000)", "all(str(x) not in f(2) for x in f())",
     ],
 )  # fmt: skip
 def test_repeated_passes_over_a_value_cost_the_meter(cell, test):
-    source = "f = lambda: list(range(9000))\ng = lambda: dict.fromkeys(f(), 0)\nh = lambda: 'a' * 400_000\n"
+    source = "f = lambda kind=0: [list(range(9000)), dict.fromkeys(range(9000), 0), 'a' * 400_000][kind]"
     verdict = _judge(cell, source, [f"assert {test}"])
     assert verdict.decided_inside == 0 and "too large to be judged" in verdict.faults[0], verdict
 
@@ -399,7 +399,7 @@ ABOUT_OBJECTS = [
 def test_programs_that_return_their_own_objects_pass(cell, function):
     verdict = _judge(cell, OBJECTS, ABOUT_OBJECTS, function)
     assert verdict.passed == verdict.total, verdict.faults
-    assert 0 < verdict.decided_inside < 16, "what is plain is judged outside"
+    assert 0 < verdict.decided_inside < (16 if function else 10), "what is plain is judged outside"
 
 
 def test_objects_with_a_fault_fail(cell):

@@ -476,19 +476,19 @@ def _tells(tree: ast.expr) -> bool:
 # ---- objects
 
 
-def ask_inside(assertion: Assertion, objects: set[str]) -> Assertion:
+def ask_inside(assertion: Assertion, objects: set[str], *, last: bool) -> Assertion:
     """The assertion, when these of its values turned out to be objects; itself where nothing changes.
 
-    An instance of a class that the test names has operators of its own, so the assert runs whole inside. Of an object
-    that a function returned only functions, methods and subscripts are asked inside; it equals no label, else a
-    program could return one that equals all.
+    Functions, methods and subscripts of an object are asked inside, and the answer is judged. An instance of a class
+    that the test names has operators of its own, so an assert with those, or in the last round, runs whole inside. An
+    object that a function returned equals no label, else a program could return one that equals all.
     """
     tree = assertion.tree
     assert tree is not None and assertion.whole is not None
     instances = {name for name in objects if not assertion.callees[name].lstrip("?")[:1].islower()}
     asker = _Asker(assertion, objects)
     asked = asker.visit(copy.deepcopy(tree))
-    told = needs_object(tree, instances) or compares_two(tree, objects)
+    told = needs_object(tree if last else asked, instances) or compares_two(tree, objects)
     if told or (asker.made and not needs_object(asked, set(asker.made))):
         return Assertion(calls=(*assertion.statements, assertion.whole), values={}, text=assertion.text)
     if not asker.made:
@@ -510,8 +510,11 @@ class _Asker(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         if isinstance(node.func, ast.Attribute) and ast.unparse(node.func) not in FUNCTIONS:
             return self.asked(node, node.func.value)
-        if ast.unparse(node.func) in ("isinstance", "type", "callable") or not node.args:
+        function = ast.unparse(node.func)  # a second argument may be the label: math.isclose(f(1), 3)
+        if function in ("isinstance", "type", "callable") or (len(node.args) != 1 and function != "round"):
             return self.generic_visit(node)
+        if not node.args:
+            return node
         return self.asked(node, node.args[0])
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:

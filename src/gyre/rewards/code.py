@@ -166,8 +166,8 @@ def run_tests(
         broken |= result.outcome == "failed"
         faults[index] = _output_fault(result, case.stdout, tolerance)
     told = _make_calls(source, cases, run, limits, end_s)
-    for _ in range(_MOST_ROUNDS):
-        further = [_ask_inside(case, told) for case in cases]
+    for rounds_left in reversed(range(_MOST_ROUNDS)):
+        further = [_ask_inside(case, told, last=rounds_left == 0) for case in cases]
         if all(new is old for new, old in zip(further, cases, strict=True)):
             break
         cases, told = further, _make_calls(source, further, run, limits, end_s)
@@ -183,12 +183,12 @@ def run_tests(
     )
 
 
-def _ask_inside(case: Case, told: _Told) -> Case:
+def _ask_inside(case: Case, told: _Told, *, last: bool) -> Case:
     """The case, with what only the sandbox can tell of the objects that its calls returned."""
     if case.assertion is None or case.is_decided_inside:
         return case
     objects = {name for name, call in case.assertion.values.items() if holds_object(told.values[call])}
-    asked = ask_inside(case.assertion, objects) if objects else case.assertion
+    asked = ask_inside(case.assertion, objects, last=last) if objects else case.assertion
     return case if asked is case.assertion else replace(case, calls=asked.calls, assertion=asked)
 
 
