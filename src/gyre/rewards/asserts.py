@@ -1,5 +1,6 @@
-"""Asserts: splits tests written in Python into what runs in the sandbox and what is judged outside. In: source of one
-test or of a whole `check(candidate)`, the name of the function under test. Out: one Assertion per assert.
+"""Asserts: splits tests written in Python into what runs in the sandbox and what is judged outside.
+Past 500 lines: splitting a text, an expression, and one that met an object share one rewriting of names. In: source of
+one test or of a whole `check(candidate)`, the name of the function under test. Out: one Assertion per assert.
 
 Of `abs(f(3) - 7) < 1e-6` only `f(3)` goes into the sandbox; its value comes out and takes the place of the call. What
 goes in is the largest call, or attribute of one, that begins with a name unknown to rewards.judging. Statements between
