@@ -123,7 +123,7 @@ _FORGE_ALL = (
 )
 TRICKS = {
     "equal to all": "class Yes:\n    def __eq__(s, o): return True\n    __lt__ = __le__ = __gt__ = __ge__ = __contains__ = __eq__\n"
-    "    def __sub__(s, o): return s\n    __rsub__ = __add__ = __getitem__ = __sub__\n    def __abs__(s): return 0\n    __len__ = __round__ = lambda s, *a: 3\n"
+    "    def __sub__(s, o): return s\n    __rsub__ = __add__ = __getitem__ = __sub__\n    def __abs__(s): return 0\n    __len__ = __round__ = lambda s, *a: 8\n"
     "    def __iter__(s): return iter([s, s, s])\n    def __hash__(s): return 1\n    def __repr__(s): return '7'\nf = lambda *a: Yes()",
     "builtins": "import builtins, math\nfor name in ('abs', 'len', 'sum', 'round', 'max', 'min'):\n    setattr(builtins, name, lambda *a, **k: 0)\n"
     "for name in ('all', 'any', 'isinstance', 'bool'):\n    setattr(builtins, name, lambda *a, **k: True)\nmath.isclose = lambda *a, **k: True\nf = lambda *a: 1e9",
@@ -223,6 +223,35 @@ def test_a_meter_bounds_the_work_for_one_completion():
             decode(junk, Meter())
 
 
+@pytest.mark.parametrize(
+    "test",
+    [
+        "all(x in f() for x in f())", "all(x in f() and x in f()[1:] for x in f())", "[f().count(x) for x in f()] == [1] * 9000",
+        "sum(f().index(x) for x in f()) == 1", "sum(f() == f() for x in f()) == 9000", "all(x in f(1) for x in f())",
+        "sum(f(1)[x] for x in f()) == 0", "all(max(f()) >= x for x in f())", "all(x != f() for x in [f()] * 9000)",
+        "all(x < f() for x in [f()] * 9000)", "all(str(x) not in f(2) for x in f())",
+    ],
+)  # fmt: skip
+def test_repeated_passes_over_a_value_cost_the_meter(cell, test):
+    source = "f = lambda kind=0: [list(range(9000)), dict.fromkeys(range(9000), 0), 'a' * 400_000][kind]"
+    verdict = _judge(cell, source, [f"assert {test}"])
+    assert verdict.decided_inside == 0 and "too large to be judged" in verdict.faults[0], verdict
+
+
+@pytest.mark.parametrize(
+    ("value", "label", "holds"),
+    [
+        ("1000003.9", "1000003", False), ("[1000003.9]", "[1000003]", False), ("1000004", "1000003.9", False),
+        ("1000003.0", "1000003", True), ("0.0", "6.626e-34", False), ("6.626e-34", "6.6260000001e-34", True),
+        ("1e-9", "0.0", True), ("1e-3", "0.0", False), ("0.1 + 0.2", "0.3", True), ("[0.1 + 0.2, 2]", "[0.3, 2.0]", True),
+        ("float('inf')", "1.5", False), ("1.5", "1e999", False), ("1e999", "1e999", True),
+    ],
+)  # fmt: skip
+def test_a_near_decimal_is_equal_to_decimals_alone(cell, value, label, holds):
+    for test in (f"f() == {label}", f"{label} == f()", f"f() in [{label}]"):
+        assert _judge(cell, f"f = lambda: {value}", [f"assert {test}"]).passed == holds, test
+
+
 def test_sets_are_compared_without_a_hash():
     """Lists have no hash, so a comparison that hashed would raise; a colliding set costs what any other does."""
     assert same(Set([[2], [1]]), Set([[1], [2]])) and not same(Set([[2], [2]]), Set([[2], [2]]))
@@ -313,6 +342,75 @@ def test_statements_between_asserts_run_inside_and_labels_stay_out(cell):
         assert "1, 3" not in json.dumps([dict(call.spec) for call in test.calls])
     assert _judge(cell, "def f(xs):\n    xs.sort()\n    return xs", text).passed == 2
     assert _judge(cell, "def f(xs):\n    xs.clear()\n    return xs", text).passed == 0
+
+
+OBJECTS = """
+from collections import Counter, OrderedDict, defaultdict
+from decimal import Decimal
+from fractions import Fraction
+class LRUCache:
+    def __init__(self, room): self.room, self.held = room, OrderedDict()
+    def get(self, key):
+        if key not in self.held: return -1
+        self.held.move_to_end(key)
+        return self.held[key]
+    def put(self, key, value):
+        self.held[key] = value
+        self.held.move_to_end(key)
+        if len(self.held) > self.room: self.held.popitem(last=False)
+class Trie:
+    def __init__(self): self.words = []
+    def insert(self, word): self.words.append(word)
+    def startswith(self, start): return any(word.startswith(start) for word in self.words)
+class Vec:
+    def __init__(self, x, y): self.x, self.y = x, y
+    def __len__(self): return 2
+    def __getitem__(self, at): return (self.x, self.y)[at]
+    def __str__(self): return f"({self.x}, {self.y})"
+    def __repr__(self): return f"Vec({self.x}, {self.y})"
+    def __eq__(self, other): return (self.x, self.y) == (other.x, other.y)
+    def __add__(self, other): return Vec(self.x + other.x, self.y + other.y)
+    def __abs__(self): return (self.x**2 + self.y**2) ** 0.5
+    def scaled(self, by): return Vec(self.x * by, self.y * by)
+make = LRUCache
+half = lambda: Fraction(1, 2)
+cents = lambda: Decimal("0.50")
+dd = lambda: defaultdict(list, {1: [2]})
+words = lambda: Counter("ab")
+it = lambda: iter([1, 2])
+keys = lambda: {1: 2}.keys()
+"""
+ABOUT_OBJECTS = [
+    "c = LRUCache(2)\nc.put(1, 1)\nassert c.get(1) == 1\nc.put(2, 2)\nc.put(3, 3)\nassert c.get(1) == -1\nassert c.get(3) == 3",
+    "t = Trie()\nt.insert('ab')\nassert t.startswith('a')\nassert not t.startswith('b')",
+    "v = Vec(1, 2)\nassert len(v) == 2\nassert v[1] == 2\nassert str(v) == '(1, 2)'\nassert v == Vec(1, 2)\nassert v != Vec(1, 3)",
+    "v = Vec(1, 2)\nassert str(v.scaled(2)) == '(2, 4)'\nassert abs(v.scaled(3).scaled(0)) == 0 and v is not None",
+    "assert Vec(1, 2) + Vec(3, 4) == Vec(4, 6)", "assert abs(Vec(3, 4)) == 5", "assert list(Vec(1, 2)) == [1, 2]",
+    "assert 1 in Vec(1, 2)", "assert repr(Vec(1, 2)) == 'Vec(1, 2)'", "assert make(2).get(1) == -1",
+    "def check(candidate):\n    c = candidate(2)\n    c.put(5, 6)\n    assert c.get(5) == 6\ncheck(LRUCache)",
+    "assert half() == 0.5", "assert abs(half() - 0.5) < 1e-9", "assert str(half()) == '1/2'", "assert float(half()) == 0.5",
+    "assert cents() == 0.5", "assert round(cents(), 1) == 0.5", "assert str(cents()) == '0.50'",
+    "assert dd()[5] == []", "assert dd()[1] == [2]", "assert words()['z'] == 0", "assert words()['a'] == 1",
+    "assert list(it()) == [1, 2]", "assert keys() == {1}", "assert list(keys()) == [1]",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("function", [None, "LRUCache"])
+def test_programs_that_return_their_own_objects_pass(cell, function):
+    verdict = _judge(cell, OBJECTS, ABOUT_OBJECTS, function)
+    assert verdict.passed == verdict.total, verdict.faults
+    assert 0 < verdict.decided_inside < (16 if function else 10), "what is plain is judged outside"
+
+
+def test_objects_with_a_fault_fail(cell):
+    wrong = OBJECTS.replace("return -1", "return 7").replace("return 2\n", "return 3\n")
+    wrong = wrong.replace("self.x + other.x", "self.x").replace("Fraction(1, 2)", "Fraction(1, 3)")
+    wrong = wrong.replace('Counter("ab")', 'Counter("z")')
+    tests = [
+        "c = LRUCache(2)\nassert c.get(1) == -1", "v = Vec(1, 2)\nassert len(v) == 2", "assert make(2).get(1) == -1",
+        "assert Vec(1, 2) + Vec(3, 4) == Vec(4, 6)", "assert half() == 0.5", "assert words()['z'] == 0",
+    ]  # fmt: skip
+    assert _judge(cell, wrong, tests).passed == 0
 
 
 INSIDE = [

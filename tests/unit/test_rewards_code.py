@@ -99,6 +99,8 @@ def test_comparison_of_values():
         ("12", "13", False),
         ("1000000", "1000001", False),
         ("", "1", False),
+        ("0.0", "6.626e-34", False),
+        ("0.0000001", "0.0", True),
     ],
 )
 def test_comparison_of_output(got, wanted, same):

@@ -1,5 +1,6 @@
-"""Asserts: splits tests written in Python into what runs in the sandbox and what is judged outside. In: source of one
-test or of a whole `check(candidate)`, the name of the function under test. Out: one Assertion per assert.
+"""Asserts: splits tests written in Python into what runs in the sandbox and what is judged outside.
+Past 500 lines: splitting a text, an expression, and one that met an object share one rewriting of names. In: source of
+one test or of a whole `check(candidate)`, the name of the function under test. Out: one Assertion per assert.
 
 Of `abs(f(3) - 7) < 1e-6` only `f(3)` goes into the sandbox; its value comes out and takes the place of the call. What
 goes in is the largest call, or attribute of one, that begins with a name unknown to rewards.judging. Statements between
@@ -14,10 +15,23 @@ import ast
 import copy
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gyre.rewards.judging import BINARY, CONSTANTS, FAULTS, FUNCTIONS, METHODS, TYPES, UNARY, NotKnown, Scope, evaluate
+from gyre.rewards.judging import (
+    BINARY,
+    CONSTANTS,
+    FAULTS,
+    FUNCTIONS,
+    METHODS,
+    TYPES,
+    UNARY,
+    NotKnown,
+    Scope,
+    compares_two,
+    evaluate,
+    needs_object,
+)
 from gyre.rewards.values import Meter, TooMuch, native
 
 _MOST_CALLS = 1000  # of one text, its loops unrolled
@@ -44,6 +58,9 @@ class Assertion:
     tree: ast.expr | None = None  # over the names of `values`
     values: Mapping[str, Call]  # placeholder → the call that gives its value
     text: str
+    statements: tuple[Call, ...] = ()  # those of `calls` that give no value
+    whole: Call | None = None  # the assert as it can be decided inside
+    callees: Mapping[str, str] = field(default_factory=dict)  # placeholder → the function that gives its value
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +164,18 @@ class _Reader:
             return
         if plain and any(isinstance(node, ast.Name) and node.id in names for node in ast.walk(statement.test)):
             raise NotKnown  # it is about what a call did to the value of a name
-        calls = (*self.statements, *splitter.values.values())
-        self.found.append(Assertion(calls=calls, tree=tree, values=splitter.values, text=ast.unparse(statement.test)))
+        whole = ast.fix_missing_locations(ast.Assert(_replaced(statement.test, names), None))
+        self.found.append(
+            Assertion(
+                calls=(*self.statements, *splitter.values.values()),
+                tree=tree,
+                values=splitter.values,
+                text=ast.unparse(statement.test),
+                statements=tuple(self.statements),
+                whole=Call({"check": ast.unparse(whole)}),
+                callees=splitter.callees,
+            )
+        )
 
     def of_known_function(self, statement: ast.Assert, splitter: _Splitter) -> ast.expr | None:
         """`assert sum([1, 2]) == 3` can only be about the program's own `sum`."""
@@ -445,3 +472,66 @@ def _tells(tree: ast.expr) -> bool:
         isinstance(value, str | bytes | float | complex) or (isinstance(value, int) and abs(value) > 1)
         for value in constants
     )
+
+
+# ---- objects
+
+
+def ask_inside(assertion: Assertion, objects: set[str], *, last: bool) -> Assertion:
+    """The assertion, when these of its values turned out to be objects; itself where nothing changes.
+
+    Functions, methods and subscripts of an object are asked inside, and the answer is judged. An instance of a class
+    that the test names has operators of its own, so an assert with those, or in the last round, runs whole inside. An
+    object that a function returned equals no label, else a program could return one that equals all.
+    """
+    tree = assertion.tree
+    assert tree is not None and assertion.whole is not None
+    instances = {name for name in objects if not assertion.callees[name].lstrip("?")[:1].islower()}
+    asker = _Asker(assertion, objects)
+    asked = asker.visit(copy.deepcopy(tree))
+    told = needs_object(tree if last else asked, instances) or compares_two(tree, objects)
+    if told or (asker.made and not needs_object(asked, set(asker.made))):
+        return Assertion(calls=(*assertion.statements, assertion.whole), values={}, text=assertion.text)
+    if not asker.made:
+        return assertion
+    used = {each.id for each in ast.walk(asked) if isinstance(each, ast.Name)}
+    values = {name: call for name, call in {**assertion.values, **asker.made}.items() if name in used}
+    calls = (*assertion.statements, *values.values())
+    return replace(assertion, calls=calls, tree=asked, values=values, callees={**assertion.callees, **asker.callees})
+
+
+class _Asker(ast.NodeTransformer):
+    """Replaces what is asked of an object itself, with literal arguments, by a placeholder for the answer."""
+
+    def __init__(self, assertion: Assertion, objects: set[str]) -> None:
+        self.assertion, self.objects = assertion, objects
+        self.made: dict[str, Call] = {}
+        self.callees: dict[str, str] = {}
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        if isinstance(node.func, ast.Attribute) and ast.unparse(node.func) not in FUNCTIONS:
+            return self.asked(node, node.func.value)
+        function = ast.unparse(node.func)  # a second argument may be the label: math.isclose(f(1), 3)
+        if function in ("isinstance", "type", "callable") or (len(node.args) != 1 and function != "round"):
+            return self.generic_visit(node)
+        if not node.args:
+            return node
+        return self.asked(node, node.args[0])
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        return self.asked(node, node.value)
+
+    def asked(self, node: ast.Call | ast.Subscript, value: ast.expr) -> ast.AST:
+        if not (isinstance(value, ast.Name) and value.id in self.objects):
+            return self.generic_visit(node)
+        kept = {value.id} | (
+            {node.func.id} if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else set()
+        )
+        if any(isinstance(each, ast.Name) and each.id not in kept for each in ast.walk(node)):
+            return self.generic_visit(node)
+        source = ast.parse(str(self.assertion.values[value.id].spec["expression"]), mode="eval").body
+        inside = _replaced(node, {value.id: _Known(source, None)})
+        name = f"{_OWN}of_{len(self.made)}_{value.id}"
+        self.made[name] = Call({"expression": ast.unparse(inside)})
+        self.callees[name] = self.assertion.callees[value.id]
+        return ast.Name(name, ast.Load())

@@ -19,7 +19,6 @@ from __future__ import annotations
 import ast
 import importlib.resources
 import json
-import math
 import os
 import re
 import time
@@ -27,15 +26,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gyre.rewards.asserts import Assertion, Call, UnreadableTests, read_asserts
+from gyre.rewards.asserts import Assertion, Call, UnreadableTests, ask_inside, read_asserts
 from gyre.rewards.judging import FAULTS, CallFailed, Failed, Scope, evaluate
 from gyre.rewards.sandbox import Limits, Program, ProgramResult
-from gyre.rewards.values import Meter, TooMuch, decode, same, shown, wrap
+from gyre.rewards.values import Meter, TooMuch, decode, holds_object, is_close, same, shown, wrap
 
 __all__ = ["Case", "CodeVerdict", "RunProgram", "UnreadableTests", "extract_program", "read_tests", "run_tests"]
 
 RunProgram = Callable[[Program, Limits], ProgramResult]
 _NOT_RUN = "not run: the time for all tests was used up"
+_MOST_ROUNDS = 3  # of calls: an answer about an object may be an object
 _MOST_TOLD_BYTES = 8 << 20  # of values of one completion that are parsed
 
 
@@ -166,6 +166,11 @@ def run_tests(
         broken |= result.outcome == "failed"
         faults[index] = _output_fault(result, case.stdout, tolerance)
     told = _make_calls(source, cases, run, limits, end_s)
+    for rounds_left in reversed(range(_MOST_ROUNDS)):
+        further = [_ask_inside(case, told, last=rounds_left == 0) for case in cases]
+        if all(new is old for new, old in zip(further, cases, strict=True)):
+            break
+        cases, told = further, _make_calls(source, further, run, limits, end_s)
     scope = Scope(values={}, meter=told.meter, tolerance=tolerance)
     faults.update({index: _call_fault(case, told, scope) for index, case in enumerate(cases) if case.calls})
     failed = {index: fault for index, fault in sorted(faults.items()) if fault is not None}
@@ -176,6 +181,15 @@ def run_tests(
         failed_sandbox=broken or told.failed_sandbox,
         decided_inside=sum(case.is_decided_inside for case in cases),
     )
+
+
+def _ask_inside(case: Case, told: _Told, *, last: bool) -> Case:
+    """The case, with what only the sandbox can tell of the objects that its calls returned."""
+    if case.assertion is None or case.is_decided_inside:
+        return case
+    objects = {name for name, call in case.assertion.values.items() if holds_object(told.values[call])}
+    asked = ask_inside(case.assertion, objects, last=last) if objects else case.assertion
+    return case if asked is case.assertion else replace(case, calls=asked.calls, assertion=asked)
 
 
 def _describe(failed: Mapping[int, str]) -> tuple[str, ...]:
@@ -218,7 +232,7 @@ def _close_words(ours: str, theirs: str, tolerance: float) -> bool:
     if not ("." in theirs or "e" in theirs.lower()):
         return False
     try:
-        return math.isclose(float(ours), float(theirs), rel_tol=tolerance, abs_tol=tolerance)
+        return float(ours) == float(theirs) or is_close(float(ours), float(theirs), tolerance)
     except ValueError:
         return False
 

@@ -25,10 +25,9 @@ LISTS = (
     "zip",
     "enumerate",
     "reversed",
-    "dict_keys",
     "dict_values",
-    "dict_items",
 )
+SETS = ("dict_keys", "dict_items")
 
 
 class TooLarge(Exception):
@@ -60,16 +59,39 @@ def plain(value, room, depth=0):
         return ["complex", value.real, value.imag]
     if isinstance(value, (bytes, bytearray)):
         return ["bytes", plain(value.hex(), room, depth)]
+    module = getattr(type(value), "__module__", "")
+    if (module, type(value).__name__) in (("fractions", "Fraction"), ("decimal", "Decimal")):
+        return number(value, room, depth)
+    if module == "collections" and (type(value).__name__ == "Counter" or getattr(value, "default_factory", None)):
+        missing = 0 if type(value).__name__ == "Counter" else value.default_factory()
+        pairs = (plain(each, room, depth + 1) for pair in dict.items(value) for each in pair)
+        return ["defaults", plain(missing, room, depth + 1), *pairs]
     if isinstance(value, dict):
         return ["dict", *(plain(each, room, depth + 1) for pair in dict.items(value) for each in pair)]
     for kind, tag in SEQUENCES:
         if isinstance(value, kind):
             return [tag, *(plain(item, room, depth + 1) for item in kind.__iter__(value))]
+    if module == "builtins" and type(value).__name__ in SETS:
+        return ["set", *(plain(item, room, depth + 1) for item in value)]
     if hasattr(value, "tolist"):
         return plain(value.tolist(), room, depth + 1)
-    if type(value).__name__ in LISTS:
+    if type(value).__name__ in LISTS or (module == "builtins" and type(value).__name__.endswith("_iterator")):
         return ["list", *(plain(item, room, depth + 1) for item in value)]
     return ["object", type(value).__name__[:100], bool(value)]
+
+
+def number(value, room, depth):
+    """A Fraction or Decimal: an int where it is one, else its nearest float with its text."""
+    try:
+        whole = int(value)
+    except (ValueError, OverflowError):  # NaN or infinity
+        whole = None
+    if str(whole) == str(value):
+        return plain(whole, room, depth)
+    try:
+        return ["number", float(value), plain(str(value), room, depth)]
+    except OverflowError:
+        return ["object", type(value).__name__, bool(value)]
 
 
 def perform(call, space):

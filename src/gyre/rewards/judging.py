@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gyre.rewards.values import MOST_INT_BITS, Dict, Meter, Set, TooMuch, native, order, same, wrap
+from gyre.rewards.values import MOST_INT_BITS, Dict, Meter, Number, Set, TooMuch, native, order, same, wrap
 
 FAULTS = (ArithmeticError, TypeError, ValueError, LookupError, AttributeError, RecursionError, MemoryError)
 _MOST_ITEMS = 1_000_000  # of a list or text that an operator or method makes
@@ -98,7 +98,9 @@ def _range(*bounds: int) -> range:
 
 
 def _text_of(value: Any) -> str:
-    return value if isinstance(value, str) else repr(native(value))
+    if isinstance(value, str | Number):
+        return value if isinstance(value, str) else value.text
+    return repr(native(value))
 
 
 def _is_instance(value: Any, kinds: Any) -> bool:
@@ -225,15 +227,32 @@ _ORDERS: dict[type, Callable[[Any, Any], Any]] = {
 }  # fmt: skip
 
 
-def _equal(a: Any, b: Any, scope: Scope) -> bool:
-    """Either side may be the label."""
-    return same(a, b, scope.tolerance) or same(b, a, scope.tolerance)
+def _size(value: Any) -> int:
+    """What one pass over a value costs, in units of the meter; its parts are charged where they are compared."""
+    return 3 * len(value) if isinstance(value, list | tuple | Set | Dict | range) else 0
 
 
-def _contains(item: Any, container: Any, scope: Scope) -> bool:
+def _equal(a: Any, b: Any, scope: Scope, label: str = "") -> bool:
+    """Equality within the tolerance of the label, which is on the "left", on the "right", or not known."""
+    scope.meter.charge(_size(a) + _size(b))
+    to_right = label == "left" or same(a, b, scope.tolerance)
+    return to_right and (label == "right" or same(b, a, scope.tolerance))
+
+
+def _side_of_label(left: ast.expr, right: ast.expr, scope: Scope) -> str:
+    """The side that holds nothing of the program's."""
+    for side, node in (("right", right), ("left", left)):
+        if not any(isinstance(each, ast.Name) and each.id in scope.values for each in ast.walk(node)):
+            return side
+    return ""
+
+
+def _contains(item: Any, container: Any, scope: Scope, label: str = "") -> bool:
     if isinstance(container, str | bytes):
+        scope.meter.charge(len(container) // 8)
         return item in container
-    return any(_equal(item, each, scope) for each in _items(container))
+    scope.meter.charge(_size(container))
+    return any(_equal(item, each, scope, label) for each in _items(container))
 
 
 def _identical(a: Any, b: Any) -> bool:
@@ -243,18 +262,42 @@ def _identical(a: Any, b: Any) -> bool:
     return type(a) is type(b) and same(a, b)
 
 
-def _compare(sign: ast.cmpop, a: Any, b: Any, scope: Scope) -> bool:
+def _compare(sign: ast.cmpop, a: Any, b: Any, scope: Scope, label: str) -> bool:
     if isinstance(sign, ast.Eq):
-        return _equal(a, b, scope)
+        return _equal(a, b, scope, label)
     if isinstance(sign, ast.NotEq):
+        scope.meter.charge(_size(a) + _size(b))
         return not same(a, b)
     if isinstance(sign, ast.In):
-        return _contains(a, b, scope)
+        return _contains(a, b, scope, label)
     if isinstance(sign, ast.NotIn):
         return not _contains(a, b, Scope(values={}, meter=scope.meter, tolerance=0.0))
     if isinstance(sign, ast.Is | ast.IsNot):
         return _identical(a, b) is isinstance(sign, ast.Is)
+    scope.meter.charge(_size(a) + _size(b))
     return bool(_ORDERS[type(sign)](a, b))
+
+
+# ---- objects
+
+
+def needs_object(node: ast.expr, objects: set[str]) -> bool:
+    """Whether an expression asks more of one of the objects (by name) than its truth and identity."""
+    if isinstance(node, ast.Name):
+        return False
+    if isinstance(node, ast.BoolOp):
+        return any(needs_object(each, objects) for each in node.values)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        return needs_object(node.operand, objects)
+    if isinstance(node, ast.Compare) and all(isinstance(sign, ast.Is | ast.IsNot) for sign in node.ops):
+        return any(needs_object(each, objects) for each in (node.left, *node.comparators))
+    return any(isinstance(each, ast.Name) and each.id in objects for each in ast.walk(node))
+
+
+def compares_two(tree: ast.expr, objects: set[str]) -> bool:
+    """Whether an object is compared with another."""
+    sides = [[each.left, *each.comparators] for each in ast.walk(tree) if isinstance(each, ast.Compare)]
+    return any(sum(isinstance(each, ast.Name) and each.id in objects for each in side) > 1 for side in sides)
 
 
 # ---- evaluation
@@ -313,26 +356,28 @@ def _either(node: ast.BoolOp, scope: Scope) -> Any:
 
 
 def _chain(node: ast.Compare, scope: Scope) -> bool:
-    left = evaluate(node.left, scope)
+    left, left_node = evaluate(node.left, scope), node.left
     for sign, each in zip(node.ops, node.comparators, strict=True):
         right = evaluate(each, scope)
-        if not _compare(sign, left, right, scope):
+        if not _compare(sign, left, right, scope, _side_of_label(left_node, each, scope)):
             return False
-        left = right
+        left, left_node = right, each
     return True
 
 
 def _subscript(value: Any, place: ast.expr, scope: Scope) -> Any:
     if isinstance(place, ast.Slice):
         bounds = [None if each is None else evaluate(each, scope) for each in (place.lower, place.upper, place.step)]
+        scope.meter.charge(_size(value))
         return _items(value)[slice(*bounds)]
     index = evaluate(place, scope)
     if isinstance(value, Dict):
+        scope.meter.charge(_size(value))
         missing = object()
         found = _look_up(value, index, missing)
-        if found is missing:
+        if found is missing and not value.has_default:
             raise KeyError(index)
-        return found
+        return value.default if found is missing else found
     return value[index]
 
 
@@ -354,9 +399,10 @@ def _comprehension(node: ast.GeneratorExp | ast.ListComp | ast.SetComp, scope: S
 def _call(node: ast.Call, scope: Scope) -> Any:
     args = [evaluate(arg, scope) for arg in node.args]
     named = {str(each.arg): evaluate(each.value, scope) for each in node.keywords}
-    scope.meter.charge(sum(len(arg) for arg in args if isinstance(arg, list | tuple | Set | Dict | range)) * 3)
+    scope.meter.charge(sum(map(_size, args)))
     if isinstance(node.func, ast.Attribute) and ast.unparse(node.func) not in FUNCTIONS:
         value = evaluate(node.func.value, scope)
+        scope.meter.charge(len(value) // 8 if isinstance(value, str) else _size(value))
         methods = _KIND_METHODS.get(type(value), {})
         if node.func.attr not in methods:
             raise AttributeError(f"{type(value).__name__} has no {node.func.attr}")

@@ -66,6 +66,8 @@ class Dict:
 
     pairs: list[tuple[Any, Any]]
     ordered: list[tuple[Any, Any]] | None = None  # sort key and item, made at the first comparison
+    has_default: bool = False  # of a defaultdict or Counter
+    default: Any = None
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -84,6 +86,12 @@ class Dict:
     __hash__ = None  # type: ignore[assignment]
 
 
+class Number(float):
+    """A Fraction or Decimal: its nearest float, and its own text."""
+
+    text: str = ""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Opaque:
     """An object that is no plain value: equal to nothing; its truth is what the sandbox said."""
@@ -98,6 +106,15 @@ class Opaque:
         return self.truth
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def holds_object(value: Any) -> bool:
+    """Whether an Opaque is in the value."""
+    if isinstance(value, Dict):
+        return any(holds_object(part) for pair in value.pairs for part in pair)
+    return isinstance(value, Opaque) or (
+        isinstance(value, list | tuple | Set) and any(holds_object(part) for part in value)
+    )
 
 
 # ---- in
@@ -118,10 +135,12 @@ def decode(wire: Any, meter: Meter, depth: int = 0) -> Any:
 
 
 def _decode_tagged(tag: str, content: list[Any], meter: Meter, depth: int) -> Any:
-    if tag in ("list", "tuple", "set", "dict"):
+    if tag in ("list", "tuple", "set", "dict", "defaults"):
         items = [decode(item, meter, depth + 1) if isinstance(item, list | dict) else item for item in content]
-        if tag == "dict":
-            if len(items) % 2:
+        if tag == "defaults" and len(items) % 2:
+            return Dict(list(zip(items[1::2], items[2::2], strict=True)), has_default=True, default=items[0])
+        if tag in ("dict", "defaults"):
+            if len(items) % 2 or tag == "defaults":
                 raise ValueError("it is no plain value")
             return Dict(list(zip(items[::2], items[1::2], strict=True)))
         return items if tag == "list" else tuple(items) if tag == "tuple" else Set(items)
@@ -135,6 +154,10 @@ def _decode_tagged(tag: str, content: list[Any], meter: Meter, depth: int) -> An
         return int(content[0], 16)
     if tag == "complex" and len(content) == 2 and all(isinstance(part, float) for part in content):
         return complex(*content)
+    if tag == "number" and len(content) == 2 and isinstance(content[0], float) and isinstance(content[1], str):
+        number = Number(content[0])
+        number.text = content[1]
+        return number
     if tag == "object" and len(content) == 2 and isinstance(content[0], str):
         return Opaque(content[0][:100], content[1] is True)
     raise ValueError("it is no plain value")
@@ -166,12 +189,13 @@ def native(value: Any) -> Any:
 
 
 def same(got: Any, wanted: Any, tolerance: float = 0.0, *, loose: bool = False) -> bool:
-    """Python's ==, with decimals within the tolerance, relative or absolute.
+    """Python's ==, with decimals within the tolerance, relative to `wanted`, absolute where that is 0.
 
-    `loose`: wanted came from JSON, so a tuple or set may stand for a list and a key for its text.
+    `loose`: wanted came from JSON, so a tuple or set may stand for a list, a key for its text, and a whole number
+    that is near for a decimal.
     """
     if isinstance(wanted, float) and isinstance(got, int | float):
-        return _close(got, wanted, tolerance)
+        return _close(got, wanted, tolerance) if loose or isinstance(got, float) else got == wanted
     if isinstance(wanted, list | tuple) and isinstance(got, list | tuple):
         if not loose and type(got) is not type(wanted):
             return False
@@ -186,9 +210,14 @@ def same(got: Any, wanted: Any, tolerance: float = 0.0, *, loose: bool = False) 
 
 def _close(got: float, wanted: float, tolerance: float) -> bool:
     try:
-        return got == wanted or math.isclose(got, wanted, rel_tol=tolerance, abs_tol=tolerance)
+        return got == wanted or is_close(got, wanted, tolerance)
     except OverflowError:  # a whole number past the range of floats
         return False
+
+
+def is_close(got: float, wanted: float, tolerance: float) -> bool:
+    """Within the tolerance, relative to the label; absolute only where the label is 0, which nothing is relative to."""
+    return math.isclose(got, wanted, rel_tol=tolerance, abs_tol=0.0 if wanted else tolerance)
 
 
 def _same_elements(got: Set, wanted: Set | list[Any]) -> bool:
@@ -259,6 +288,8 @@ def _shown(value: Any, depth: int) -> str:
         return repr(value[:200]) + ("…" if len(value) > 200 else "")
     if isinstance(value, Opaque):
         return f"an object of type {value.kind}, which is no plain value"
+    if isinstance(value, Number):
+        return value.text[:200]
     if not isinstance(value, list | tuple | Set | Dict):
         return repr(value)
     opened, closed = {list: "[]", tuple: "()"}.get(type(value), "{}")
