@@ -242,3 +242,56 @@ def test_slow_comparison_is_announced_first():
         told.clear()
         compare(answer, label, how="auto", before_latex=lambda: told.append(1))
         assert len(told) == slow
+
+
+@pytest.mark.parametrize(
+    ("text", "right", "wrong"),
+    [
+        ("The answer is −5", "-5", "5"),
+        ("The answer is -$5", "-5", "5"),
+        ("The answer is - 5", "-5", "5"),
+        ("so 2 1/2", "5/2", "1/2"),
+        ("so 1.5 million.", "1500000", "1.5"),
+        ("so ４２", "42", "2"),
+        ("so 4 × 10^3", "4e3", "3"),
+        ("so 3 - 5", None, "5"),
+        ("so 3 - 5", None, "-5"),
+        ("so 6*7", None, "7"),
+        ("so 1 000", None, "0"),
+        ("6 × 7 = 42", "42", "6"),
+    ],
+)
+def test_the_last_number_is_read_whole(text, right, wrong):
+    assert right is None or match_answer(text, right, forms=("number",)).outcome == "right"
+    assert match_answer(text, wrong, forms=("number",)).outcome != "right"
+
+
+@pytest.mark.parametrize(
+    ("label", "right", "wrong"),
+    [
+        ("192.168.0.1", "192.168.0.1.", "192.168.0.2"),
+        ("3-2", "**3-2**", "1"),
+        ("3-2", "3-2.", "5-4"),
+        ("10 am", "10 AM", "7+3 am"),
+        ("120 pm", "120 pm.", "4*30"),
+        ("x=42", "x = 42", "40+2"),
+        ("x=42", "42", "x=40+2"),
+        ("(42)", "42", "6*7"),
+        ("H2O", "h2o", "OH2"),
+        ("2x", "x*2", "3x"),
+    ],
+)
+def test_plain_labels_are_not_evaluated(label, right, wrong):
+    assert compare(right, label, how="auto").outcome == "right"
+    assert compare(wrong, label, how="auto").outcome != "right"
+
+
+@pytest.mark.parametrize("answer", ["42 thirty", "42 eleven", "42 doubled", "42 square"])
+def test_a_word_that_changes_the_number_is_no_unit(answer):
+    assert compare(answer, "42", how="auto", question=f"{answer.split()[1]} of it?").outcome != "right"
+
+
+def test_how_many_names_the_unit():
+    asked = "How many hours is the 90 minutes trip?"
+    assert compare("1.5 minutes", "1.5", how="auto", question=asked).outcome == "wrong"
+    assert compare("1.5 hours", "1.5", how="auto", question=asked).outcome == "right"

@@ -5,7 +5,7 @@ Finding: the first form of `forms` whose mark occurs decides, by its last occurr
     tag     <answer>…</answer>; a \\boxed{…} inside is opened too
     boxed   \\boxed{…} or \\fbox{…}, nested braces and \\{ \\} counted
     hash    the rest of the line after ####
-    number  the last number in the text
+    number  the last number in the text, with its sign, scale word or power of ten; a sum or product is no number
     plain   the whole text
 
 Comparing, `how`:
@@ -13,8 +13,9 @@ Comparing, `how`:
     exact    same characters
     numeric  both one number (rewards.numbers)
     latex    numbers if both are, else same value by math-verify, which evaluates: the question is an answer too
-    auto     by the label. A number: numeric. An option's letter: rewards.options. A date, a time of day or text without
-             mathematics: the same words. Anything else: the same words or latex
+    auto     by the label. A number: numeric. An option's letter: rewards.options. A date, a time of day, a score, a
+             version, a name with digits or text without mathematics: the same words. Anything else:
+             the same words or latex
 
 docs/rewards.md lists what counts as a number, a percentage, a unit and an option, and the tolerance.
 math-verify can compute without end on a few characters (a tower of exponents), so `compare` belongs in a process that
@@ -31,8 +32,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from gyre.rewards.markup import bare
-from gyre.rewards.numbers import DECIMAL, read_number, same_number
+from gyre.rewards.markup import ascii_width, bare
+from gyre.rewards.numbers import DECIMAL, SCALES, read_number, same_number
 from gyre.rewards.options import read_label, read_option
 
 Form = Literal["tag", "boxed", "hash", "number", "plain"]
@@ -40,9 +41,16 @@ How = Literal["auto", "exact", "numeric", "latex"]
 Outcome = Literal["right", "wrong", "unreadable answer", "unreadable label"]
 
 _LONGEST_MATH = 1000  # characters that are still taken for one expression
-_IN_TEXT = re.compile(rf"(?:(?<![0-9A-Za-z)])[-+])?(?:{DECIMAL})(?:/[0-9]+)?(?: ?\\?%)?")
+_SIGN = r"(?:(?<![0-9A-Za-z)])[-+] ?(?:\\?[$€£¥₹] ?)?)?"
+_SPACED = r"(?<![0-9.,])[0-9]{1,3}(?: [0-9]{3})+(?![0-9])"  # 1 000: one number to a reader, none to read_number
+_ONE = rf"(?:{_SPACED}|(?:{DECIMAL})(?:/[0-9]+| [0-9]+/[0-9]+)?)"
+_JOINED = r"(?: [-+] ?| ?(?:×|\\times|\\cdot|\*|\^) ?\{?[-+]?)"
+_IN_TEXT = re.compile(rf"{_SIGN}{_ONE}(?:{_JOINED}{_ONE}\}}?)*(?: ?\\?%| (?i:{'|'.join(SCALES)})(?![A-Za-z]))?")
 _MATHEMATICAL = re.compile(r"[0-9\\^_=<>+*/(){}\[\]|-]")
 _DATE_OR_TIME = re.compile(r"[0-9]{1,4}([-/.])[0-9]{1,2}\1[0-9]{1,4}|[0-9]{1,2}:[0-9]{2}(?::[0-9]{2})?")
+_VERSION_OR_SCORE = re.compile(r"[0-9]+(?:\.[0-9]+){2,}|[0-9]+(?: ?[-–] ?[0-9]+)+")
+_NAME_OR_MEASURE = re.compile(r"(?=.*[0-9])(?=.*[A-Za-z])(?![0-9]+ ?[xyz]+$)[0-9A-Za-z .:]+")  # H2O, 10 am; not 2x
+_NAMED_LABEL = re.compile(r"([A-Za-z]) ?= ?([^=]+)")
 _WRAPPER = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")
 
 
@@ -142,7 +150,7 @@ def _by_hash(text: str) -> tuple[bool, str | None]:
 
 
 def _by_number(text: str) -> tuple[bool, str | None]:
-    found = _IN_TEXT.findall(text)
+    found = _IN_TEXT.findall(ascii_width(text))
     return bool(found), found[-1].rstrip(".") if found else None
 
 
@@ -169,6 +177,8 @@ def compare(
         return Match(outcome="right", reason=f"{_short(answer)} is the answer")
     if how == "exact":
         return _wrong(answer, label)
+    if how == "auto":
+        answer, label = _without_frame(answer, label)
     theirs = read_number(label, question, lead_in=False)
     if how == "numeric" and theirs is None:
         return Match(outcome="unreadable label", reason=f"the label {_short(label)} is not a number")
@@ -187,6 +197,18 @@ def compare(
     return _compare_latex(answer, label, label_is_text=how == "auto")
 
 
+def _without_frame(answer: str, label: str) -> tuple[str, str]:
+    """Take `x =` and (…) off a label that holds one number, and the same off the answer: it is compared as a number."""
+    ours, theirs = ascii_width(answer).strip(), ascii_width(label).strip()
+    named = _NAMED_LABEL.fullmatch(theirs)
+    if named:
+        ours, theirs = re.sub(rf"^{named[1]} ?= ?", "", ours), named[2]
+    if theirs.startswith("(") and theirs.endswith(")"):
+        theirs = theirs[1:-1].strip()
+        ours = ours[1:-1].strip() if ours.startswith("(") and ours.endswith(")") else ours
+    return (answer, label) if read_number(theirs, lead_in=False) is None else (ours, theirs)
+
+
 def _compare_words(answer: str, label: str, question: str) -> Match | None:
     """Decide what needs no mathematics, or return None."""
     letter = read_label(label)
@@ -194,7 +216,8 @@ def _compare_words(answer: str, label: str, question: str) -> Match | None:
         return _verdict(read_option(answer, question) == letter, answer, label)
     if _same_words(answer, label):
         return Match(outcome="right", reason=f"{_short(answer)} is the answer")
-    if _DATE_OR_TIME.fullmatch(label.strip()) or not _MATHEMATICAL.search(label):
+    texts = (_DATE_OR_TIME, _VERSION_OR_SCORE, _NAME_OR_MEASURE)
+    if any(one.fullmatch(label.strip()) for one in texts) or not _MATHEMATICAL.search(label):
         return _wrong(answer, label)
     return None
 

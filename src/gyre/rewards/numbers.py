@@ -38,9 +38,9 @@ _PATTERNS: tuple[tuple[Form, re.Pattern[str]], ...] = (
     ("fraction", re.compile(r"(?:([0-9]+) )?([0-9]+) ?/ ?([0-9]+)")),
     ("plain", re.compile(rf"({DECIMAL})")),
 )
-_SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _BEFORE = re.compile(r"([-+]?) ?(?:(US\$|[$€£¥₹]) ?|(USD|EUR|GBP|INR|JPY|CNY) )?([-+]?) ?(?=[0-9.\\])")
-_SCALE = re.compile(rf" ({'|'.join(_SCALES)})(?![A-Za-z])", re.IGNORECASE)
+_SCALE = re.compile(rf" ({'|'.join(SCALES)})(?![A-Za-z])", re.IGNORECASE)
 _PERCENT = re.compile(r" ?%| (?:percent|per cent)", re.IGNORECASE)
 _ASKS_PERCENT = re.compile(r"%|\bper ?cent", re.IGNORECASE)
 _NAMED = re.compile(r"([A-Za-z]) ?= ?(?=[^=])")
@@ -135,7 +135,7 @@ def _finish(number: Number, sign: int, currency: str, rest: str, question: str) 
 
 
 def _scaled(number: Number, scale: str) -> Number:
-    factor = _SCALES[scale.strip().casefold()]
+    factor = SCALES[scale.strip().casefold()]
     decimals = max(number.decimals - len(str(factor)) + 1, 0)
     written = number.written + scale
     return replace(number, value=number.value * factor, form="scaled", decimals=decimals, written=written)

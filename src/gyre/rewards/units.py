@@ -33,9 +33,12 @@ _UNITS = {
     for word in group.split()
 }
 _NO_UNIT_WORDS = (
-    "zero one two three four five six seven eight nine ten twenty twos threes fours fives sixes sevens eights "
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
+    "fifteen sixteen seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety "
+    "twos threes fours fives sixes sevens eights "
     "nines tens hundred thousand million billion trillion dozen score gross lakh crore hundreds thousands "
-    "millions billions trillions dozens scores double triple twice half third quarter fourth fifth halves "
+    "millions billions trillions dozens scores double triple doubled tripled "
+    "quadrupled halved square cube twice half third quarter fourth fifth halves "
     "thirds quarters fourths fifths sixths sevenths eighths ninths tenths hundredths thousandths percent "
     "percents percentage percentages cent cents per point squared cubed factorial factorials root power "
     "powers plus minus mod modulo times divided multiplied over under not never wrong false incorrect and nor "
@@ -52,6 +55,7 @@ _ONLY_IF_ASKED_WORDS = (
 _ONLY_IF_ASKED = frozenset(_ONLY_IF_ASKED_WORDS.split())
 _POWER = re.compile(r"(.+?)(?:\^\{?([23])\}?|([²³]))")
 _AREA = re.compile(r"(square|sq|cubic) (.+)", re.IGNORECASE)
+_ASKED = re.compile(r"\bhow (?:many|much) ([a-z]+)", re.IGNORECASE)
 _SIGN_OR_LETTER = re.compile(r"(?<=[0-9]) ?([A-Za-z])(?![A-Za-z])|([A-Za-z]{2,})|([$€£¥₹¢°])")
 
 
@@ -81,8 +85,13 @@ def units_of(question: str) -> frozenset[tuple[str, str]]:
 
 
 def contradicts(unit: Unit, question: str) -> bool:
-    """Whether the question names units of this dimension and this one is not among them (cents for dollars)."""
-    named = {name for dimension, name in units_of(question) if dimension == unit.dimension}
+    """Whether the question names units of this dimension and this one is not among them (cents for dollars).
+
+    "How many hours" asks for that one, whatever other unit the question gives.
+    """
+    asked = {found for word in _ASKED.findall(question) if (found := _listed(word)) is not None}
+    wanted = {name for dimension, name in asked if dimension == unit.dimension}
+    named = wanted or {name for dimension, name in units_of(question) if dimension == unit.dimension}
     return bool(unit.dimension not in ("", "other") and named and unit.name.partition("^")[0] not in named)
 
 
