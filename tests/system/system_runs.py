@@ -66,7 +66,7 @@ TINY: dict[str, Any] = {
         "workers": 1,
         "parts": [{"kind": "function", "path": "system_rewards:varied"}, {"kind": "format", "weight": 0.1}],
     },
-    "eval": {"num_problems": 8},
+    "eval": {"num_problems": 8, "metric": {"part": "function", "threshold": 1.0}},
     "snapshot": {"every_steps": 2, "keep": 2},
     "observe": {"report": False},
 }
