@@ -63,6 +63,9 @@ def test_greedy_equals_transformers(hub_folder: Path) -> None:
     assert tokens_of(run(hub_folder, requests)) == by_transformers(model, requests)
 
 
+# Products of other shapes round otherwise, by some units in the last place; which ones depends on the processor.
+CLOSE = {"rel": 1e-5, "abs": 1e-5}
+
 MIXES: dict[str, Callable[[Path, list[Request]], list[tuple[Completion, ...]]]] = {
     "one at a time": lambda folder, requests: run(folder, requests, max_running=1),
     "in waves": lambda folder, requests: run(folder, requests, waves=3),
@@ -106,8 +109,8 @@ def test_preemption_swap_chunks_and_overlap_do_not_change_tokens(qwen3: Path, ru
         assert tokens_of(results) == tokens_of(expected)
         for parts, others in zip(expected, results, strict=True):
             for part, other in zip(parts, others, strict=True):
-                assert other.logprobs == pytest.approx(part.logprobs, abs=1e-5)
-                assert other.raw_logprobs == pytest.approx(part.raw_logprobs, abs=1e-5)
+                assert other.logprobs == pytest.approx(part.logprobs, **CLOSE)
+                assert other.raw_logprobs == pytest.approx(part.raw_logprobs, **CLOSE)
 
 
 def test_what_comes_back_from_host_memory_is_the_same_to_the_bit(qwen3: Path) -> None:
@@ -255,7 +258,7 @@ def test_interrupted_completions_go_on_as_if_nothing_had_happened(qwen3: Path, o
             had = begun[part.request_id][part.index]
             count = len(had.tokens)
             assert count == 40 and had.tokens.tolist() == part.tokens[:count].tolist()
-            assert had.logprobs == pytest.approx(part.logprobs[:count], abs=1e-5)
+            assert had.logprobs == pytest.approx(part.logprobs[:count], **CLOSE)
             assert had.support is not None and part.support is not None
             assert had.support.offsets.tolist() == part.support.offsets[: count + 1].tolist()
 
@@ -276,7 +279,7 @@ def test_overlap_changes_no_token(qwen3: Path, rules: dict) -> None:
         for parts, others in zip(plain, overlapped, strict=True):
             for part, other in zip(parts, others, strict=True):
                 assert part.finish == other.finish
-                assert other.logprobs == pytest.approx(part.logprobs, abs=1e-5)
+                assert other.logprobs == pytest.approx(part.logprobs, **CLOSE)
 
 
 def test_a_partial_goes_on_with_the_draws_of_an_uninterrupted_run(qwen3: Path) -> None:
