@@ -91,6 +91,8 @@ bench-gpu:
 	cd bench && PYTHONPATH=../src python3 train.py $(RECORD)
 	cd bench && PYTHONPATH=../src python3 plan_check.py $(RECORD)
 	cd bench && PYTHONPATH=../src python3 ring.py $(RECORD)
+	cd bench && PYTHONPATH=../src python3 rl_step_gpu.py $(RECORD)
+	cd bench && PYTHONPATH=../src python3 rl_step_gpu.py --shape 8b --steps 3 --warm-up 1 $(RECORD)
 
 # On a host with several GPUs.
 bench-gpus:

@@ -9,31 +9,23 @@ one read of the weights and of the running sequences' keys and values at the mea
 
 from __future__ import annotations
 
-import json
 import os
-import random
 import statistics
-import subprocess
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gyre.models.decoder import Decoder
-from gyre.models.export import export_hub
 from gyre.models.flops import forward_flops
-from gyre.models.init import init_weights
 from gyre.models.spec import ModelSpec
-from gyre.observe.events import read_events
-from gyre.text.tokenizer import train_tokenizer
-from gyre.wire.commands import train
 from record import circumstances, parser, say
+from rl_step import Step, make_model, read_steps, run_trl, train_steps
 
-HERE = Path(__file__).parent
 MATMUL_FLOPS, COPY_BYTES_PER_S = 794e12, 4.28e12  # measured on an H200: bfloat16 products, copy counted both ways
-PROMPTS, GROUP, TOKENS = 64, 8, 512
+STEP = Step(prompts=64, completions=8, tokens=512)
 OPTIMIZER_BYTES = 28  # per parameter of AdamW: master and moments read and written, gradient read, weight written
 COMMON = {
     "family": "qwen3", "vocab_size": 151_936, "num_kv_heads": 8, "head_dim": 128, "context_tokens": 2048,
@@ -66,10 +58,10 @@ def main() -> None:
     spec = SPECS[args.shape]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         folder = Path(scratch)
-        prompts = make_model(spec, folder)
+        prompts = make_model(spec, folder, device="cuda", dtype=torch.bfloat16, prompts=2048, words=48)
         ours = run_ours(folder, args)
         peer = run_peers(folder, args, prompts) if args.peer_path else None
-    limit = limit_parts(spec, ours.pop("prompt_tokens"))
+    limit = limit_parts(spec, ours["tokens"] - STEP.sampled_tokens)
     say(
         args,
         name="_".join(filter(None, ("rl_step_gpu", args.shape.replace(".", "_"), args.label))),
@@ -79,9 +71,7 @@ def main() -> None:
         limit=sum(limit.values()),
         settings={
             "parameters": spec.num_parameters,
-            "prompts": PROMPTS,
-            "completions": GROUP,
-            "tokens": TOKENS,
+            **asdict(STEP),
             "set": [*SETS[args.shape], *args.set],
             "device": torch.cuda.get_device_name(),
         },
@@ -89,101 +79,29 @@ def main() -> None:
     )
 
 
-def make_model(spec: ModelSpec, folder: Path) -> list[str]:
-    """Write the random model with a tokenizer and the prompts; return the prompts."""
-    draw = random.Random(0)
-    texts = [" ".join(str(draw.randrange(10)) for _ in range(48)) for _ in range(2048)]
-    tokenizer = train_tokenizer(texts, vocab_size=512)
-    tokenizer.save(folder / "tokenizer")
-    decoder = Decoder(spec, device=torch.device("cuda"), dtype=torch.bfloat16)
-    init_weights(decoder, 0)
-    export_hub(decoder, folder / "model", dtype=torch.bfloat16, tokenizer_files=folder / "tokenizer")
-    del decoder
-    torch.cuda.empty_cache()
-    rows = [json.dumps({"prompt": text, "answer": ""}) for text in texts]
-    (folder / "prompts.jsonl").write_text("\n".join(rows))
-    return texts
-
-
 def run_ours(folder: Path, args: Any) -> dict[str, Any]:
-    config = folder / "bench.toml"
-    config.write_text(f"""
-[run]
-folder = "{folder}/runs"
-device = "cuda"
-dtype = "bfloat16"
-[model]
-path = "{folder}/model"
-[data]
-source = "jsonl"
-path = "{folder}/prompts.jsonl"
-held_out_fraction = 0.0
-[objective]
-kind = "grpo"
-[trainer]
-steps = {args.steps}
-learning_rate = 1e-6
-tokens_per_chunk = 16384
-[rollout]
-prompts_per_step = {PROMPTS}
-completions_per_prompt = {GROUP}
-max_tokens = {TOKENS}
-ignore_eos = true
-[engine]
-max_running = {PROMPTS * GROUP}
-token_budget = 8192
-[[rewards.parts]]
-kind = "function"
-path = "bench_reward:digit_share"
-[snapshot]
-every_steps = 0
-[observe]
-report = false
-sample_groups_per_step = 0
-""")
-    sys.path.insert(0, str(HERE))
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-    result = train(config, [*SETS[args.shape], *args.set], resume=None, stage="all", plain=True, say_stopped=print)
-    return read_run(Path(result["run"]), args.warm_up)
-
-
-def read_run(folder: Path, warm_up: int) -> dict[str, Any]:
-    rows = list(read_events(folder / "events.jsonl"))
-    done = [row for row in rows if row["kind"] == "step.done"][warm_up:]
-    phases: dict[str, list[float]] = {}
-    for row in rows:
-        counted = row["kind"] == "phase.ended" and row.get("step", 0) > warm_up and row["depth"] == 0
-        if counted and row["phase"] in ("rollout", "score", "train", "handover"):
-            phases.setdefault(row["phase"], []).append(row["seconds"])
-    last = done[-1]
-    sampled = PROMPTS * GROUP * TOKENS
-    assert last["metrics"]["length"] == TOKENS, last["metrics"]["length"]
-    parts = {name: round(statistics.median(values), 3) for name, values in phases.items()}
-    median_s = statistics.median(row["seconds"] for row in done)
+    sets = ['run.device="cuda"', 'run.dtype="bfloat16"', "trainer.tokens_per_chunk=16384"]
+    sets += [f"engine.max_running={STEP.prompts * STEP.completions}", *SETS[args.shape], *args.set]
+    read = read_steps(train_steps(folder, STEP, steps=args.steps, sets=sets), STEP, warm_up=args.warm_up)
     return {
-        "median_s": median_s,
-        "seconds": [round(row["seconds"], 3) for row in done],
-        "phases_s": {**parts, "between": round(median_s - sum(parts.values()), 3)},
-        "rollout_tokens_per_s": round(sampled / parts["rollout"]),
-        "train_tokens_per_s": round(last["num_tokens"] / parts["train"]),
-        "prompt_tokens": last["num_tokens"] - sampled,
-        "memory_moves_s": round(sum(row["seconds"] for row in rows if row["kind"] == "memory.move") / len(done), 3),
-        "last_step": last["metrics"],
+        **read,
+        "rollout_tokens_per_s": round(STEP.sampled_tokens / read["phases_s"]["rollout"]),
+        "train_tokens_per_s": round(read["tokens"] / read["phases_s"]["train"]),
     }
 
 
 def limit_parts(spec: ModelSpec, prompt_tokens: int) -> dict[str, float]:
     """Seconds of one step if nothing but the necessary products and bytes took time. A backward pass is two forward
     passes; a completion's keys and values are read once per token, half of them on average."""
-    sequences = PROMPTS * GROUP
-    length = prompt_tokens // sequences + TOKENS
+    sequences = STEP.prompts * STEP.completions
+    length = prompt_tokens // sequences + STEP.tokens
     kv_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * 2
-    read = 2 * spec.num_parameters + sequences * (length - TOKENS / 2) * kv_bytes
+    read = 2 * spec.num_parameters + sequences * (length - STEP.tokens / 2) * kv_bytes
     decode_flops = forward_flops(spec, [1] * sequences, num_outputs=sequences)
-    forward = forward_flops(spec, [length] * sequences, num_outputs=sequences * TOKENS)
+    forward = forward_flops(spec, [length] * sequences, num_outputs=STEP.sampled_tokens)
     return {
-        "decode_bytes": TOKENS * read / COPY_BYTES_PER_S,
-        "decode_products": TOKENS * decode_flops / MATMUL_FLOPS,
+        "decode_bytes": STEP.tokens * read / COPY_BYTES_PER_S,
+        "decode_products": STEP.tokens * decode_flops / MATMUL_FLOPS,
         "train_products": 3 * forward / MATMUL_FLOPS,
         "optimizer_bytes": OPTIMIZER_BYTES * spec.num_parameters / COPY_BYTES_PER_S,
     }
@@ -199,21 +117,14 @@ def run_peers(folder: Path, args: Any, prompts: list[str]) -> dict[str, Any]:
 def run_peer(folder: Path, args: Any, prompts: list[str], batch: int) -> dict[str, Any]:
     settings = {
         "model": str(folder / "model"), "folder": str(folder / "trl"), "prompts": prompts, "dtype": "bfloat16",
-        "prompts_per_step": PROMPTS, "completions_per_prompt": GROUP, "max_tokens": TOKENS, "kl_coef": 0.0,
-        "learning_rate": 1e-6, "steps": args.peer_steps, "micro_batches": PROMPTS * GROUP // batch,
+        "prompts_per_step": STEP.prompts, "completions_per_prompt": STEP.completions, "max_tokens": STEP.tokens,
+        "kl_coef": 0.0,
+        "learning_rate": 1e-6, "steps": args.peer_steps, "micro_batches": STEP.prompts * STEP.completions // batch,
         "threads": os.cpu_count(), "vllm_memory_share": 0.35, "context_tokens": 1024,
     }  # fmt: skip
-    path = folder / "peer.json"
-    path.write_text(json.dumps(settings))
     environment = {**os.environ, "PYTHONPATH": str(args.peer_path), "VLLM_USE_FLASHINFER_SAMPLER": "0"}
     environment |= {"HF_HUB_OFFLINE": "1", "PYTORCH_ALLOC_CONF": "expandable_segments:False"}
-    ran = subprocess.run(
-        [sys.executable, str(HERE / "peers" / "trl_grpo.py"), str(path)],
-        capture_output=True, text=True, env=environment, timeout=420,
-    )  # fmt: skip
-    if ran.returncode != 0:
-        raise SystemExit(f"the peer failed:\n{ran.stdout[-2000:]}\n{ran.stderr[-4000:]}")
-    answer = json.loads(ran.stdout.strip().splitlines()[-1])
+    answer = run_trl(sys.executable, folder, settings, environment, timeout_s=420)
     versions = answer["versions"]
     return {
         "name": f"TRL {versions['trl']} with vLLM {versions['vllm']} colocated, {batch} sequences per pass",
