@@ -91,13 +91,13 @@ def begin(module: str, tree: Path, *, again: bool) -> Path:
 
 
 def leave_out(session: Path, lines: list[str]) -> None:
-    """Forget changes of the * of a signature, which is no operator, and of zip's strict=True, which is an assertion."""
+    """Forget changes of decorators, of the * of a signature, and of zip's strict=True, which is an assertion."""
     with sqlite3.connect(session) as base:
         places = base.execute("SELECT job_id, start_pos_row, start_pos_col FROM mutation_specs").fetchall()
         for job, row, column in places:
             before, rest = lines[row - 1][:column], lines[row - 1][column:]
             star = rest.startswith("*") and (before.rstrip() + " ")[-2:] in (", ", "( ", " ")
-            if star or before.endswith("strict="):
+            if star or before.endswith("strict=") or lines[row - 1].lstrip().startswith("@"):
                 for table in ("work_results", "mutation_specs", "work_items"):
                     base.execute(f"DELETE FROM {table} WHERE job_id = ?", (job,))
 
