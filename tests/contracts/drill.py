@@ -8,13 +8,16 @@ import json
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
-from hostile_programs import HOSTILE, WALLED
+from hostile_programs import COUNTED, COUNTED_WALLED, HOSTILE, REFUSED, WALLED
 
 from gyre.rewards.executors import Cell, Unavailable
 from gyre.rewards.sandbox import Limits, Program
 
 LIMITS = Limits(wall_s=1.5, cpu_s=1.0, memory_bytes=96 << 20, processes=8, output_bytes=1 << 16, file_bytes=2 << 20)
+# What ends by itself, or is ended by what it takes, must come to that on a busy machine too.
+PATIENT = replace(LIMITS, wall_s=10.0)
 CELLS = 6  # most programs sleep until their limit
 
 
@@ -22,7 +25,9 @@ def run(cell: Cell, names: list[str], programs: dict[str, str]) -> dict[str, dic
     found = {}
     for name in names:
         source = "import os\nprint(os.getcwd(), flush=True)\n" + programs[name]
-        result = cell.run(Program(source=source), limits=LIMITS)
+        result = cell.run(
+            Program(source=source), limits=PATIENT if name in {*REFUSED, *COUNTED, *COUNTED_WALLED} else LIMITS
+        )
         folder, _, stdout = result.stdout.partition("\n")
         left = folder if folder.startswith("/tmp/gyre-program-") and os.path.lexists(folder) else ""
         found[name] = {

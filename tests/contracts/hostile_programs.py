@@ -134,3 +134,17 @@ WALLED = {
     "kill_each": "import os\nfor pid in range(2, 3000):\n  try: os.kill(pid, 9)\n  except OSError: pass\n",
     "kill_group": "import os\nos.killpg(0, 9)\n",
 }
+
+REFUSED = {  # program: a call that must be among the refused ones
+    "semget": "semget", "msgget": "msgget", "shmget": "shmget", "mq_open": "mq_open", "memfd": "memfd_create",
+    "memfd_secret": "memfd_secret", "socket_buffers": "setsockopt(level 1, option 32)", "vmsplice": "vmsplice",
+    "pipes": "fcntl(command 1031)", "inotify": "inotify_init1", "fanotify": "fanotify_init", "io_uring": "io_uring_setup",
+    "aio": "io_setup", "timers": "timer_create", "keys": "add_key", "bpf": "bpf", "perf": "perf_event_open",
+    "userfaultfd": "userfaultfd", "landlock": "landlock_create_ruleset", "vsock": "socket(family 40, protocol 0)",
+    "namespaces": "clone(flags 0x10000011)", "mounts": "mount", "ptrace": "ptrace", "seccomp": "seccomp",
+    "handles": "open_by_handle_at", "immutable": "ioctl(request 0x40086602)", "attributes": "setxattr",
+    "other_abi": "call 1073741865", "hides": "prctl(option 4)", "hugetlb": "mmap(flags 0x40022)",
+}  # fmt: skip
+# Kernel memory that belongs to no process counts: without that, these would sleep until their wall limit.
+COUNTED = {"shared_orphans", "shared_trimmed", "memory_of_children"}
+COUNTED_WALLED = {"backlog", "datagrams", "socketpairs_of_children"}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from hostile_programs import HOSTILE, WALLED
+from hostile_programs import COUNTED, COUNTED_WALLED, HOSTILE, REFUSED, WALLED
 
 import gyre
 
@@ -20,19 +20,6 @@ HERE = Path(__file__).parent
 WALL_S = 1.5  # of drill.py
 MODES = ("strong", "bubblewrap", "weak")
 QUICK = {("strong", "own"), ("strong", "ordinary"), ("weak", "own")}
-REFUSED = {  # program: a call that must be among the refused ones
-    "semget": "semget", "msgget": "msgget", "shmget": "shmget", "mq_open": "mq_open", "memfd": "memfd_create",
-    "memfd_secret": "memfd_secret", "socket_buffers": "setsockopt(level 1, option 32)", "vmsplice": "vmsplice",
-    "pipes": "fcntl(command 1031)", "inotify": "inotify_init1", "fanotify": "fanotify_init", "io_uring": "io_uring_setup",
-    "aio": "io_setup", "timers": "timer_create", "keys": "add_key", "bpf": "bpf", "perf": "perf_event_open",
-    "userfaultfd": "userfaultfd", "landlock": "landlock_create_ruleset", "vsock": "socket(family 40, protocol 0)",
-    "namespaces": "clone(flags 0x10000011)", "mounts": "mount", "ptrace": "ptrace", "seccomp": "seccomp",
-    "handles": "open_by_handle_at", "immutable": "ioctl(request 0x40086602)", "attributes": "setxattr",
-    "other_abi": "call 1073741865", "hides": "prctl(option 4)", "hugetlb": "mmap(flags 0x40022)",
-}  # fmt: skip
-# Kernel memory that belongs to no process counts: without that, these would sleep until their wall limit.
-COUNTED = {"shared_orphans", "shared_trimmed", "memory_of_children"}
-COUNTED_WALLED = {"backlog", "datagrams", "socketpairs_of_children"}
 FILES = {"strong": {"exit"}, "bubblewrap": {"exit"}, "weak": {"files"}}
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -130,6 +132,19 @@ def test_half_a_log_is_told(run: Path) -> None:
 def test_what_the_disk_refuses_is_told(run: Path) -> None:
     (run / "plan.partial").mkdir()
     refused(run, "plan.partial", "--resume")
+
+
+def test_a_read_only_disk_is_told(run: Path) -> None:
+    """The run's folder is mounted read-only in a namespace of the command's own."""
+    if shutil.which("bwrap") is None:
+        pytest.skip("bubblewrap, which mounts the folder read-only, is not installed")
+    mounted = ["bwrap", "--die-with-parent", "--dev-bind", "/", "/", "--ro-bind", str(run), str(run)]
+    if subprocess.run([*mounted, "true"], capture_output=True, check=False).returncode != 0:
+        pytest.skip("no namespace can be made here")
+    words = [sys.executable, "-c", "from gyre.cli.main import main; main()", "train", "--resume", str(run), "--plain"]
+    ran = subprocess.run([*mounted, *words], capture_output=True, text=True, cwd=run.parent, timeout=120, check=False)
+    assert ran.returncode == 2, ran.stderr
+    assert "Read-only file system" in ran.stderr and " hint: " in ran.stderr and "Traceback" not in ran.stderr
 
 
 def test_samples_that_are_gone_are_told_and_the_run_goes_on(run: Path) -> None:
