@@ -82,7 +82,7 @@ def test_a_key_in_the_wrong_table_is_told_the_right_one(tables, meant):
 
 
 def test_a_key_that_many_tables_take_gets_no_list_of_them():
-    assert "did you mean" not in refusal(path="x.jsonl")
+    assert "did you mean" not in refusal(objective={"kind": "grpo", "zero": 2})
 
 
 def sections(kind: type[Section], place: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
