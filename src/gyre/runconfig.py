@@ -11,12 +11,12 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from pydantic import Field, ValidationError, model_validator
 
 from gyre.cluster.config import ClusterConfig
-from gyre.core.config import Section
+from gyre.core.config import UNKNOWN_KEY, Section
 from gyre.core.errors import ConfigError
 from gyre.data.config import DataConfig
 from gyre.engine.config import EngineConfig
@@ -37,6 +37,7 @@ from gyre.text.config import TokenizerConfig
 from gyre.trainer.config import SnapshotConfig, TrainerConfig
 from gyre.vram.config import MemoryConfig
 
+MOST_PLACES = 3  # that an error names for a key in the wrong table
 MOST_LEVELS = 64  # of tables and lists in each other, in a file and by --set
 # tomllib takes quadratic time for a key of many parts, so one with more than MOST_LEVELS is found before it: in the
 # text without its strings and comments, whose dots part no keys.
@@ -305,6 +306,8 @@ def _describe_faults(error: ValidationError, tree: Mapping[str, Any]) -> list[st
         if fault["type"] == "value_error":
             message = fault["msg"].removeprefix("Value error, ")
             sentences.append(f"{key}: {message}" if key else message)
+        elif fault["type"] == UNKNOWN_KEY:
+            sentences.append((f"{key}: " if key else "") + _unknown(key, context))
         elif fault["type"] == "missing":
             sentences.append(f"{key} is missing")
         elif fault["type"] == "union_tag_not_found":
@@ -318,6 +321,27 @@ def _describe_faults(error: ValidationError, tree: Mapping[str, Any]) -> list[st
         got = "" if isinstance(value, dict | list) else f" = {_show(value)}"
         sentences.append(f"{key}{got}: need {' or '.join(dict.fromkeys(accepted))}")
     return sentences
+
+
+def _unknown(table: str, context: Mapping[str, Any]) -> str:
+    """What an unknown key of a table may have been meant for: the same name in other tables, or a name like it here."""
+    other = [f"{place}.{context['key']}" for place in _places_of(context["key"], RunConfig, "") if place != table]
+    meant = other if 0 < len(other) <= MOST_PLACES else context["near"]
+    did_you_mean = f"; did you mean {' or '.join(repr(name) for name in meant)}?" if meant else ""
+    return f"unknown key '{context['key']}'{did_you_mean} (accepted: {', '.join(context['accepted'])})"
+
+
+def _places_of(key: str, annotation: Any, place: str) -> Iterator[str]:
+    """The tables that take a key, each once; those in lists, whose place has a number, left out."""
+    if get_origin(annotation) in (list, tuple, dict):
+        return
+    if not (isinstance(annotation, type) and issubclass(annotation, Section)):
+        yield from dict.fromkeys(found for part in get_args(annotation) for found in _places_of(key, part, place))
+        return
+    if place and key in annotation.model_fields:
+        yield place
+    for name, field in annotation.model_fields.items():
+        yield from _places_of(key, field.annotation, f"{place}.{name}" if place else name)
 
 
 def _find_key(place: Sequence[int | str], tree: Any, *, missing: bool) -> str:

@@ -38,6 +38,27 @@ def error_of(result: Result) -> dict[str, Any]:
     return json.loads(result.stdout.strip().splitlines()[-1])["error"]
 
 
+CTRL_C_WHILE_IMPORTING = """
+import signal, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "gyre.cli.doctor":
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+from gyre.cli.main import main
+main()
+"""
+
+
+@pytest.mark.parametrize("words", [(), ("--json",)])
+def test_ctrl_c_while_a_command_is_imported_is_told_as_at_any_time(words):
+    command = [sys.executable, "-c", CTRL_C_WHILE_IMPORTING, "doctor", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (130, "stopped by Ctrl-C\n")
+    if words:
+        assert json.loads(done.stdout)["error"]["kind"] == "stopped"
+
+
 def test_help_names_each_command_with_what_it_is_for():
     done = gyre("--help")
     assert done.returncode == 0 and not done.stderr

@@ -86,7 +86,7 @@ def test_a_table_that_fits_80_columns(folder: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0
     lines = done.stdout.splitlines()
-    assert max(map(len, lines)) <= 80 and lines[-1] == "3 completions, mean total 0.1, 1 checks failed"
+    assert max(map(len, lines)) <= 80 and lines[-1] == "3 completions, mean total 0.1, 1 check failed"
     assert lines[0].startswith("c.jsonl:1  total 1.8 ─") and "a reward prints" not in done.stdout
     assert "a reward prints" in done.stderr and "my_score.py:5" in done.stdout.replace("\n", "")
     assert "| torch" not in done.stderr and "| transformers" not in done.stderr, "no model library is loaded"

@@ -19,6 +19,7 @@ from objectives_cases import (
     slow_values,
 )
 
+from gyre.loop.evaluate import preferred
 from gyre.objectives import terms
 from gyre.objectives.api import (
     DpoConfig,
@@ -401,6 +402,20 @@ def test_k3_is_unbiased_and_k2_has_the_gradient_of_the_kl():
     for estimator in ("k2", "k3_plus"):
         sampled = (probs * terms.kl_estimate(estimator, logprobs, reference)).sum()
         torch.testing.assert_close(torch.autograd.grad(sampled, logits, retain_graph=True)[0], exact)
+
+
+def test_a_tie_is_half_a_hit_in_training_as_it_is_in_evaluation():
+    gaps = torch.tensor([0.0, -0.0, 1e-30, -1e-30, 3.0, -torch.inf])
+    assert terms.told_apart(gaps).tolist() == preferred(gaps.numpy()) == [0.5, 0.5, 1.0, 0.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(("config", "metric"), [(RmConfig(), "pair_accuracy"), (DpoConfig(), "reward_accuracy")])
+def test_a_model_that_prefers_neither_is_at_one_half(config, metric):
+    inputs = chunk_inputs(random_sequences(1, [3, 3]))
+    fields = {key: getattr(inputs, key) for key in inputs.__dataclass_fields__}
+    even = {"scores_S": torch.zeros_like(inputs.scores_S), "logprobs_N": inputs.reference_logprobs_N}
+    metrics = finish_sums(loss_sum(config, type(inputs)(**{**fields, **even}))[1])
+    assert metrics[metric] == 0.5
 
 
 def test_margins_raise_the_bar_of_the_reward_model():

@@ -97,6 +97,29 @@ def test_every_step_has_its_line_however_fast_it_was(tmp_path: Path) -> None:
     assert [line.split("]")[0] for line in lines] == [f"[sft {step}/300" for step in range(1, 301)]
 
 
+def test_an_event_of_every_step_leaves_one_line_per_step(tmp_path: Path) -> None:
+    log, stream = EventLog(tmp_path / "events.jsonl", attempt=2, clock=Clock()), io.StringIO()
+    earlier = {"kind": "drop.equal_groups", "attempt": 1, "t": 0.0, "step": 0, "count": 1}
+    progress = LineProgress(Console(file=stream, width=200), advance(LiveState(), earlier))
+    log.subscribe(progress)
+    log.emit("stage.started", stage="main", steps=3)
+    for step in (1, 2, 3):
+        log.emit("drop.equal_groups", step=step, count=10 * step)
+        if step > 1:
+            log.emit("rollouts.refills_exhausted", step=step, rounds=3, missing=5)
+        log.emit("step.done", step=step, stage="main", metrics={"reward": 0.5})
+    parts = [line.split("  ") for line in stream.getvalue().splitlines()[1:]]
+    assert [[part for part in line if "s/step" not in part and " left" not in part] for line in parts] == [
+        ["drop.equal_groups: step=1, count=10"],
+        ["[main 1/3]", "reward 0.500"],
+        ["rollouts.refills_exhausted: step=2, rounds=3, missing=5"],
+        ["[main 2/3]", "reward 0.500", "drop.equal_groups 20"],
+        ["[main 3/3]", "reward 0.500", "drop.equal_groups 30", "rollouts.refills_exhausted 1"],
+    ]
+    progress.summary(tmp_path)
+    assert "counted events: drop.equal_groups 61, rollouts.refills_exhausted 2" in stream.getvalue()
+
+
 def test_a_mean_reward_is_no_percentage_and_is_said_in_words_with_its_interval(tmp_path: Path) -> None:
     log, stream = EventLog(tmp_path / "events.jsonl", attempt=1, clock=Clock()), io.StringIO()
     progress = LineProgress(Console(file=stream, width=300))

@@ -66,6 +66,25 @@ def test_an_unknown_key_is_named_with_the_nearest_one(tables, key, near):
     assert key in message and f"did you mean '{near}'?" in message
 
 
+@pytest.mark.parametrize(
+    ("tables", "meant"),
+    [
+        ({"learning_rate": 1e-5}, "'trainer.learning_rate' or 'cold_start.learning_rate'"),
+        ({"trainer": {"max_tokens": 8}}, "'rollout.max_tokens' or 'eval.max_tokens'"),
+        ({"rollout": {"kl_coef": 0.1}}, "'objective.kl_coef'"),
+        ({"model": {"hidden_size": 64}}, "'model.shape.hidden_size'"),
+        ({"objective": {"kind": "grpo", "checkpointing": True}}, "'trainer.checkpointing'"),
+    ],
+)
+def test_a_key_in_the_wrong_table_is_told_the_right_one(tables, meant):
+    message = refusal(**tables)
+    assert "unknown key" in message and f"did you mean {meant}" in message
+
+
+def test_a_key_that_many_tables_take_gets_no_list_of_them():
+    assert "did you mean" not in refusal(objective={"kind": "grpo", "zero": 2})
+
+
 def sections(kind: type[Section], place: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
     """The places of all tables that need no choice of a kind."""
     found = [place]

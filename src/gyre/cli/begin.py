@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 from string import Template
@@ -17,13 +17,10 @@ from gyre.core.errors import ConfigError, InputError
 
 Objective = Literal["sft", "grpo", "ppo", "dpo", "rm"]
 WITH_REWARD, WITH_PAIRS = ("grpo", "ppo"), ("dpo", "rm")
-NUM_ROWS = 400
+NUM_ROWS, NUM_CHANGES, MOST = 2000, 3, 18
+GUESSED_SHARE = 0.5  # of the responses that grpo and ppo begin from
 NAMES = ("Anna", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gina", "Hugo")
 THINGS = ("apples", "books", "coins", "cards", "marbles", "pens", "stamps", "shells")
-QUESTIONS = (
-    ("{name} has {a} {things} and gets {b} more. How many {things} does {name} have?", 1),
-    ("{name} had {a} {things} and gave away {b}. How many {things} are left?", -1),
-)
 
 
 def run_init(name: str, objective: str, *, quiet: bool) -> Mapping[str, Any]:
@@ -55,37 +52,55 @@ def make_files(name: str, objective: str) -> dict[str, str]:
     module = f"{name.replace('-', '_')}_rewards"
     folder = resources.files("gyre.cli") / "templates"
     config = Template((folder / f"{objective}.toml").read_text(encoding="utf-8")).substitute(name=name, module=module)
-    rows = sample_pairs() if objective in WITH_PAIRS else sample_problems()
+    guessed_share = GUESSED_SHARE if objective in WITH_REWARD else 0.0
+    rows = sample_pairs() if objective in WITH_PAIRS else sample_problems(guessed_share)
     files = {f"{name}.toml": config, f"{name}.jsonl": "".join(json.dumps(row) + "\n" for row in rows)}
     if objective in WITH_REWARD:
         files[f"{module}.py"] = (folder / "rewards.py").read_text(encoding="utf-8")
     return files
 
 
-def sample_problems() -> Iterator[dict[str, str]]:
-    """Word problems with a worked response, the same ones every time."""
+def sample_problems(guessed_share: float) -> Iterator[dict[str, str]]:
+    """Word problems, the same ones every time. A response works the answer out, or states it: `guessed_share` of them.
+
+    Reinforcement learning has something to find then: only working it out pays.
+    """
     draw = random.Random(0)
     for _ in range(NUM_ROWS):
-        question, sign = draw.choice(QUESTIONS)
-        b = draw.randint(1, 9)
-        a = draw.randint(b, 9) if sign < 0 else draw.randint(1, 9)
-        prompt = question.format(name=draw.choice(NAMES), things=draw.choice(THINGS), a=a, b=b)
-        yield {"prompt": prompt, "answer": str(a + sign * b), "response": _work(a, sign, b, a + sign * b)}
+        name, things, totals = draw.choice(NAMES), draw.choice(THINGS), [draw.randint(1, 9)]
+        changes = []
+        for _ in range(NUM_CHANGES):
+            changes.append(draw.choice([n for n in range(-9, 10) if n and 0 <= totals[-1] + n <= MOST]))
+            totals.append(totals[-1] + changes[-1])
+        told = [f"gets {n}" if n > 0 else f"gives away {-n}" for n in changes]
+        prompt = f"{name} has {totals[0]} {things}, {', '.join(told[:-1])} and {told[-1]}. How many {things} are left?"
+        guessed = draw.random() < guessed_share
+        yield {
+            "prompt": prompt,
+            "answer": str(totals[-1]),
+            "response": _answer(totals[-1]) if guessed else _work(totals[0], changes),
+        }
 
 
 def sample_pairs() -> Iterator[dict[str, str]]:
-    """The same problems; the rejected response ends with a number that is off by one to three."""
+    """The same problems, worked out; the rejected response errs by one to three in its last step."""
     draw = random.Random(1)
-    for row in sample_problems():
-        right = row["response"]
-        working = right.split(" = ")[0]
-        wrong = int(row["answer"]) + draw.randint(1, 3)
-        rejected = f"{working} = {wrong}, so <answer>{wrong}</answer>"
-        yield {"prompt": row["prompt"], "chosen": right, "rejected": rejected, "answer": row["answer"]}
+    for row in sample_problems(0.0):
+        right, wrong = int(row["answer"]), int(row["answer"]) + draw.randint(1, 3)
+        rejected = row["response"].removesuffix(f"{right}, {_answer(right)}") + f"{wrong}, {_answer(wrong)}"
+        yield {"prompt": row["prompt"], "chosen": row["response"], "rejected": rejected, "answer": row["answer"]}
 
 
-def _work(a: int, sign: int, b: int, result: int) -> str:
-    return f"{a} {'+' if sign > 0 else '-'} {b} = {result}, so <answer>{result}</answer>"
+def _work(total: int, changes: Iterable[int]) -> str:
+    steps = ""
+    for n in changes:
+        steps += f"{total} {'+' if n > 0 else '-'} {abs(n)} = {total + n}, "
+        total += n
+    return steps + _answer(total)
+
+
+def _answer(result: int) -> str:
+    return f"so <answer>{result}</answer>"
 
 
 def _write(contents: Mapping[str, str]) -> None:

@@ -5,15 +5,32 @@ stderr. Heavy imports wait until a command runs, so that --help answers at once.
 from __future__ import annotations
 
 import importlib.metadata
+import signal
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import typer.core
 
-from gyre.cli.answer import answer
+from gyre.cli.answer import answer, say_stopped
+from gyre.core.errors import RunStopped
+
+
+class Commands(typer.core.TyperGroup):
+    """All commands. Ctrl-C while one is imported, before it answers for itself, is told in the same words."""
+
+    def invoke(self, ctx: typer.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            say_stopped(RunStopped(signal.SIGINT), as_json="--json" in sys.argv)
+            raise SystemExit(130) from None
+
 
 app = typer.Typer(
     name="gyre",
+    cls=Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -47,8 +47,8 @@ def show(scored: Scored, console: Console) -> None:
         console.print()
     mean = sum(score.value for score in scored.scores) / len(scored.scores)
     failed = sum(part.outcome != "ok" for score in scored.scores for part in score.parts)
-    said = f"{len(scored.scores)} completions, mean total {mean:.4g}"
-    console.print(Text(said + (f", {failed} checks failed" if failed else ""), style="bold"))
+    said = f"{len(scored.scores)} completion{'s' if len(scored.scores) > 1 else ''}, mean total {mean:.4g}"
+    console.print(Text(said + (f", {failed} check{'s' if failed > 1 else ''} failed" if failed else ""), style="bold"))
 
 
 def _table(score: Score) -> Table:

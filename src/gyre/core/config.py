@@ -9,6 +9,9 @@ import difflib
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic_core import PydanticCustomError
+
+UNKNOWN_KEY = "unknown_key"  # an error's type; its context has the key, the nearest one and all that are accepted
 
 
 class Section(BaseModel):
@@ -25,6 +28,6 @@ class Section(BaseModel):
         for key in values:
             if key not in known:
                 near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
-                did_you_mean = f"; did you mean '{near[0]}'?" if near else ""
-                raise ValueError(f"unknown key '{key}'{did_you_mean} (accepted: {', '.join(sorted(known))})")
+                context = {"key": str(key), "near": near, "accepted": sorted(known)}
+                raise PydanticCustomError(UNKNOWN_KEY, "unknown key '{key}'", context)
         return values

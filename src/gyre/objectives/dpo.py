@@ -40,7 +40,7 @@ def dpo_loss(config: DpoConfig, inputs: LossInputs) -> tuple[Tensor, dict[str, T
         "loss": terms.mean_sum(total_P),
         "preference_loss": terms.mean_sum(loss_P),
         "chosen_nll": terms.mean_sum(nll_P),
-        "reward_accuracy": terms.mean_sum((chosen_P > rejected_P).float()),
+        "reward_accuracy": terms.mean_sum(terms.told_apart(chosen_P - rejected_P)),
         "reward_margin": terms.mean_sum(config.beta * (chosen_P - rejected_P)),
         "reward_chosen": terms.mean_sum(config.beta * chosen_P),
         "reward_rejected": terms.mean_sum(config.beta * rejected_P),

@@ -30,7 +30,7 @@ def rm_loss(config: RmConfig, inputs: LossInputs) -> tuple[Tensor, dict[str, Ten
         loss_P = loss_P + config.center_coef * (chosen_P + rejected_P).square()
     sums = {
         "loss": terms.mean_sum(loss_P),
-        "pair_accuracy": terms.mean_sum((gap_P > 0).float()),
+        "pair_accuracy": terms.mean_sum(terms.told_apart(gap_P)),
         "score_margin": terms.mean_sum(gap_P),
         "score_chosen": terms.mean_sum(chosen_P),
         "score_rejected": terms.mean_sum(rejected_P),

@@ -24,6 +24,11 @@ def mean_sum(values_N: Tensor, weights_N: Tensor | None = None) -> Tensor:
     return torch.stack([(values_N * weights_N).sum(), weights_N.sum()])
 
 
+def told_apart(gap_P: Tensor) -> Tensor:
+    """1 where the chosen one of a pair is ahead, 0 where it is behind, [P]. A tie is 0.5, as in evaluation (TRL: 0)."""
+    return ((gap_P > 0).float() + (gap_P >= 0).float()) / 2
+
+
 def sequence_sums(values_N: Tensor, sequence_index_N: Tensor, num_sequences: int) -> Tensor:
     """Sum over each sequence's targets, [S]; differentiable."""
     return values_N.new_zeros(num_sequences).index_add(0, sequence_index_N, values_N)
