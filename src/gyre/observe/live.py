@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
@@ -21,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gyre.observe.catalog import SHARES, eval_interval, eval_measure, eval_title, pick
-from gyre.observe.events import RESERVED
+from gyre.observe.events import RESERVED, is_counted, weight_of
 from gyre.observe.live_state import CONTRADICTION, LiveState, advance, failure_of
 
 ECHO_COLUMNS = 5  # that stay free to the right of the panel, for ^C^C
@@ -60,14 +61,17 @@ def make_progress(
 
 
 class LineProgress:
-    """One line per step, evaluation and stage, none of them redrawn."""
+    """One line per step, evaluation and stage, none of them redrawn. The first counted event of a kind has its own line;
+    further ones stand in the line of their step, or in the summary's counts."""
 
     def __init__(self, console: Console, state: LiveState | None = None):
         self._console = console
         self._state = state or LiveState()
+        self._told: set[str] = set()  # kinds that had their line in this attempt
+        self._repeated: Counter[str] = Counter()  # counted events since the newest step's line, by kind
 
     def __call__(self, row: Mapping[str, Any]) -> None:
-        counted, failure = self._state.num_counted, new_failure(self._state, row)
+        failure = new_failure(self._state, row)
         self._state = state = advance(self._state, row)
         kind = row["kind"]
         if kind == "stage.started":
@@ -77,7 +81,8 @@ class LineProgress:
         elif kind == "eval.done":
             self._print(eval_line(row))
         elif kind == "step.done":
-            self._print(step_line(state))
+            self._print("  ".join([step_line(state), *(f"{name} {count}" for name, count in self._repeated.items())]))
+            self._repeated.clear()
         elif kind == "trace.written":
             self._print("\n".join(trace_lines(row)))
         elif kind == "attempt.started" and row.get("resumed_from"):
@@ -86,7 +91,10 @@ class LineProgress:
             self._print(failure)
         elif kind == CONTRADICTION:
             self._print(contradiction_line(row))
-        elif state.num_counted > counted and failure_of(row) is None:
+        elif is_counted(row) and (kind in self._told or failure_of(row) is not None):
+            self._repeated[kind] += weight_of(row)
+        elif is_counted(row):
+            self._told.add(kind)
             self._print(f"{kind}: {event_detail(row)}")
 
     def close(self) -> None:
