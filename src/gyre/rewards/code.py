@@ -31,10 +31,20 @@ from gyre.rewards.judging import FAULTS, CallFailed, Failed, Scope, evaluate
 from gyre.rewards.sandbox import Limits, Program, ProgramResult
 from gyre.rewards.values import Meter, TooMuch, decode, holds_object, is_close, same, shown, wrap
 
-__all__ = ["Case", "CodeVerdict", "RunProgram", "UnreadableTests", "extract_program", "read_tests", "run_tests"]
+__all__ = [
+    "Case",
+    "CodeVerdict",
+    "RunProgram",
+    "UnreadableTests",
+    "extract_program",
+    "read_tests",
+    "run_tests",
+    "with_setup",
+]
 
 RunProgram = Callable[[Program, Limits], ProgramResult]
 _NOT_RUN = "not run: the time for all tests was used up"
+_FUTURE = re.compile(r"^from __future__ import +(?:\([^()]*\)|[^\n;#(]*)", re.MULTILINE)
 _MOST_ROUNDS = 3  # of calls: an answer about an object may be an object
 _MOST_TOLD_BYTES = 8 << 20  # of values of one completion that are parsed
 
@@ -98,6 +108,12 @@ def extract_program(text: str) -> str | None:
         inside = text[start + len("<answer>") : end]
         return _last_fence(inside) if "```" in inside else inside.strip("\n") or None
     return _last_fence(text)
+
+
+def with_setup(setup: str, source: str) -> str:
+    """The program after the task's setup; what it takes from __future__ must stand before both."""
+    futures = "".join(f"{found[0]}\n" for found in _FUTURE.finditer(source))
+    return f"{futures}{setup}\n{_FUTURE.sub('pass', source)}"
 
 
 def _last_fence(text: str) -> str | None:

@@ -10,6 +10,7 @@ ours. Standard library only. Sent as text by rewards.code; never imported by Gyr
 import json
 import os
 import sys
+import types
 
 MOST_NODES = 100_000
 MOST_CHARS = 1 << 19  # of all texts in one value
@@ -126,7 +127,8 @@ def main():
         report.write(json.dumps([token, *fields]) + "\n")
         report.flush()
 
-    space = {"__name__": "solution"}
+    module = sys.modules["solution"] = types.ModuleType("solution")  # dataclasses, pickle and the like look it up
+    space = module.__dict__
     try:
         exec(compile(spec["source"], "solution.py", "exec"), space)
     except BaseException as error:  # noqa: BLE001 - the code under test may raise anything

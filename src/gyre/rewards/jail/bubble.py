@@ -38,8 +38,9 @@ def options(folders: list[str], *, staged: bool) -> list[str]:
         words += ["--ro-bind", "/dev/null", path]
     for path in view.DEVICES:
         words += ["--dev-bind", path, path]
-    words += ["--symlink", view.WORK, "/dev/shm", "--ro-bind", sources.get(_JAIL, _JAIL), inside]
-    return words
+    for path, target in view.LINKS.items():
+        words += ["--symlink", target, path]
+    return [*words, "--ro-bind", sources.get(_JAIL, _JAIL), inside]
 
 
 def command(words: list[str], limits: dict[str, Any]) -> list[str]:

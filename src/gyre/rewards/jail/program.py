@@ -17,6 +17,7 @@ import marshal
 import math
 import os
 import resource
+import site
 import socket
 import sys
 import threading
@@ -48,6 +49,7 @@ class Stage:
         )
         for name in [name for name in sys.modules if name == "gyre" or name.startswith("gyre.")]:
             del sys.modules[name]
+        site.setquit()  # exit() and quit(), which Python started with -S has not
         sys.modules["__main__"] = self.main
         sys.path.insert(0, self.folder)
 

@@ -1,7 +1,7 @@
 """View: the file system that programs see. In: folders to show read-only. Out: a new root; per run a work folder.
 
     /usr /bin /lib … + Python's own folder   the system, read-only
-    /dev                                     null, zero, full, random, urandom; /dev/shm is /work
+    /dev                                     null, zero, full, random, urandom; stdin, stdout, stderr, fd; shm is /work
     /etc                                     names of root and the program's user, the loader's cache
     /proc                                    of the run's own process namespace
     /work, also called /tmp                  private to one run, in memory, of limited size, gone with it
@@ -19,6 +19,13 @@ WORK = "/work"
 WORK_FILES = 4096  # files and folders in it
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/ld.so.cache", "/etc/localtime")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+LINKS = {
+    "/dev/shm": WORK,
+    "/dev/fd": "/proc/self/fd",
+    "/dev/stdin": "/proc/self/fd/0",
+    "/dev/stdout": "/proc/self/fd/1",
+    "/dev/stderr": "/proc/self/fd/2",
+}
 _FIXED_FILES = {
     "/etc/passwd": "root:x:0:0::/work:/bin/sh\nprogram:x:1000:1000::/work:/bin/sh\n",
     "/etc/group": "root:x:0:\nprogram:x:1000:\n",
@@ -45,7 +52,8 @@ def build_root(folders: list[str]) -> None:
         with open(root + path, "w") as file:
             file.write(text)
     os.mkdir(root + WORK)
-    os.symlink(WORK, root + "/dev/shm")
+    for path, target in LINKS.items():
+        os.symlink(target, root + path)
     if not os.path.exists(root + "/tmp"):  # it exists when Python itself lives there
         os.symlink(WORK, root + "/tmp")
     kernel.pivot_into(root)
