@@ -45,6 +45,8 @@ def _judge(cell, source, tests, function=None, *, limits=LIMITS, budget_s=60.0):
         ("```\nprint\n```", "print\n"),
         ("no code", None),
         ("``````", None),
+        ("<think>a ``` opens it</think>\n```python\nx = 1\n```", "x = 1\n"),
+        ("<think>```python\nx = 1\n```</think> as above", "x = 1\n"),
     ],
 )
 def test_finds_the_program(text, program):
@@ -72,7 +74,13 @@ def test_reads_every_shape_of_tests():
     assert len(read_tests("assert f(1) == 1\nassert f(2) == 2\n", None)) == 2
 
 
-@pytest.mark.parametrize("tests", [None, [], "", {}, [5], [{"args": [1], "expected": 2}], ["assert ("], [{"in": 1}]])
+@pytest.mark.parametrize(
+    "tests",
+    [
+        None, [], "", {}, [5], [{"args": [1], "expected": 2}], ["assert ("], [{"in": 1}], {"inputs": [], "outputs": []},
+        {"inputs": ["1", "2"], "outputs": ["1"]}, {"inputs": ["1"]}, {"inputs": "1", "outputs": "2"},
+    ],
+)  # fmt: skip
 def test_unreadable_tests_are_the_label_s_fault(tests):
     with pytest.raises(UnreadableTests):
         read_tests(tests, None)
