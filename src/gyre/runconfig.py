@@ -271,7 +271,7 @@ def _step_into(node: Any, name: str, override: str) -> Any:
         return node.setdefault(name, {})
     if not isinstance(node, list):
         raise ConfigError(f"--set {override}: no table there to hold '{name}'", hint="check the key's path")
-    if not name.isdecimal() or int(name) >= len(node):
+    if not name.isdecimal() or len(name) > 9 or int(name) >= len(node):
         raise ConfigError(
             f"--set {override}: '{name}' is no place in a list of {len(node)}",
             hint=f"count from 0 to {len(node) - 1}" if node else "the list is empty: name its parts in the file",

@@ -79,6 +79,14 @@ def test_every_part_s_value_outcome_and_reason(folder: Path) -> None:
     assert all(part["seconds"] >= 0.0 and part["reason"] for row in (first, second) for part in row["parts"].values())
 
 
+def test_rows_become_tasks_as_in_a_run(folder: Path) -> None:
+    """A whole number past 64 bits is its digits."""
+    row = f'{{"completion": "<answer>{10**30}</answer>", "answer": {10**30}, "level": 1}}\n'
+    (folder / "c.jsonl").write_text(row)
+    result = invoke("run.toml", "c.jsonl", "--json")
+    assert result.exit_code == 0 and last(result)["rows"][0]["parts"]["answer"]["value"] == 1, result.output
+
+
 def test_a_table_that_fits_80_columns(folder: Path) -> None:
     code = "from gyre.cli.main import main; main()"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "NO_COLOR": "1", "COLUMNS": "80"}
@@ -101,6 +109,9 @@ def test_a_table_that_fits_80_columns(folder: Path) -> None:
         ('{"completion": null}', "c.jsonl:2: field 'completion' is NoneType"),
         ('{"completion": "x", "prompt": 3}', "c.jsonl:2: field 'prompt' is int"),
         ('{"completion": "x", "num_tokens": -1}', "c.jsonl:2: num_tokens = -1"),
+        ('{"completion": "x", "num_tokens": 2147483647}', "c.jsonl:2: num_tokens = 2147483647"),
+        ('{"completion": "x", "finish": "lenght"}', "c.jsonl:2: finish = 'lenght'; need one of stop, length"),
+        ('{"completion": "x", "answer": ' + "[" * 99 + "]" * 99 + "}", "c.jsonl:2: the row is nested deeper"),
     ],
 )
 def test_a_bad_row_is_named_by_its_line(folder: Path, line: str, words: str) -> None:

@@ -223,6 +223,14 @@ def test_config_faults(changes: dict[str, Any], message: str) -> None:
         DataConfig(**changes)
 
 
+def test_an_answer_pattern_whose_group_stayed_empty_is_not_found(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"question": "q", "answer": "5 or abc"}])
+    with pytest.raises(InputError, match=r":1: data.answer_pattern .* holds '5 or abc'"):
+        load_prompts(gsm8k(path, answer_pattern="a(x)?b", held_out_fraction=0), TOKENIZER, emit=Events())
+    found = load_prompts(gsm8k(path, answer_pattern="([0-9])|abc", held_out_fraction=0), TOKENIZER, emit=Events())
+    assert [prompt.task["answer"] for prompt in found.train] == ["5"]
+
+
 def test_answer_pattern_that_is_no_pattern(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", GSM8K)
     with pytest.raises(ConfigError, match="not a regular expression"):

@@ -59,6 +59,9 @@ REFUSED = {
     "no turn before": ({"prompt": [MODEL]}, {"response_field": "prompt"}, "ends with nothing"),
     "two answers": ({"prompt": [USER, MODEL, MODEL]}, {"response_field": "prompt"}, "'assistant'"),
     "another name": ({"prompt": [USER, {"role": "model", "content": "SECRET"}], "response": "x"}, {}, "'model'"),
+    "calls": ({"prompt": [USER, {**OTHER, "tool_calls": [1]}, FOUR[2]], "response": "x"}, {}, "'tool_calls'"),
+    "a call": ({"prompt": [USER, {**MODEL, "function_call": {"a": 1}}]}, {"response_field": "prompt"}, "_call'"),
+    "reasoning": ({"prompt": [USER, {**MODEL, "reasoning_content": "so"}]}, {"response_field": "prompt"}, "_content'"),
     "other turns": ({"prompt": "what", "response": FOUR}, {}, "are not the prompt"),
 }
 
@@ -69,6 +72,12 @@ def test_what_is_not_sure_is_refused_with_its_place(tmp_path: Path, name: str) -
     good = {"prompt": [USER, MODEL]} if settings else {"prompt": "ask", "response": "x"}
     with pytest.raises(InputError, match=rf"rows\.jsonl:2: .*{words}"):
         load_examples(jsonl(tmp_path, good, row, **settings), TOKENIZER, emit=Events())
+
+
+def test_keys_of_a_message_that_say_nothing_are_fine(tmp_path: Path) -> None:
+    turns = [USER, {**OTHER, "reasoning_content": "so"}, {**FOUR[2], "name": "x"}, {**MODEL, "tool_calls": None}]
+    rows = jsonl(tmp_path, {"prompt": turns}, response_field="prompt", answer_field="")
+    assert len(load_examples(rows, TOKENIZER, emit=Events()).train) == 1
 
 
 @pytest.mark.parametrize(

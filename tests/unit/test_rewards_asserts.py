@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rewards_cases import Events, rollout
 
-from gyre.rewards.code import read_tests, run_tests
+from gyre.rewards.code import UnreadableTests, read_tests, run_tests
 from gyre.rewards.config import CodePart, RewardsConfig
 from gyre.rewards.executors import Cell, choose_mode
 from gyre.rewards.sandbox import Limits
@@ -89,6 +89,14 @@ SHAPES = [
     ("{} == b'ab'", "b'ab'", "'ab'"),
     ("{} == 1 + 2j", "1 + 2j", "1 - 2j"),
     ("f({}) == 9", "9", "10"),
+    ("max({}, key=len) == 'ab'", "['ab', 'c']", "['a', 'bc']"),
+    ("min({}, default=7) == 7", "[]", "[1]"),
+    ("round({}, ndigits=1) == 2.7", "2.675", "2.775"),
+    ("sum({}, []) == [1, 2]", "[[1], [2]]", "[[1], [3]]"),
+    ("{} == dict(a=1)", "{'a': 1}", "{'a': 2}"),
+    ("{} | {{'b': 2}} == {{'a': 1, 'b': 2}}", "{'a': 1}", "{'a': 2}"),
+    ("{}.replace('l', 'L', 1) == 'heLlo'", "'hello'", "'heLLo'"),
+    ("callable({})", "len", "3"),
 ]
 TESTS = [
     "assert " + shape.replace("{}", f"f({1000 + number})").replace("{{", "{").replace("}}", "}")
@@ -402,6 +410,49 @@ def test_programs_that_return_their_own_objects_pass(cell, function):
     assert 0 < verdict.decided_inside < (16 if function else 10), "what is plain is judged outside"
 
 
+SORTS_IN_PLACE = "def f(x):\n    x.sort()\n    return x"
+SORTS_A_COPY = "def f(x):\n    return sorted(x)"
+
+
+@pytest.mark.parametrize(
+    "about",
+    [
+        "b = a.copy()\nr = f(a)\nassert a {} b",
+        "import copy\nb = copy.deepcopy(a)\nassert f(a) == [1, 3]\nassert b {} a",
+        "r = f(a)\nassert r == [1, 3] and a {} [3, 1]",
+    ],
+)
+def test_what_a_call_makes_of_a_name_is_seen(cell, about):
+    keeps, changes = ("a = [3, 1]\n" + about.replace("{}", sign) for sign in ("==", "!="))
+    assert _passes(cell, SORTS_A_COPY, keeps) and not _passes(cell, SORTS_IN_PLACE, keeps)
+    assert _passes(cell, SORTS_IN_PLACE, changes) and not _passes(cell, SORTS_A_COPY, changes)
+
+
+def test_is_asks_for_the_object_of_a_name(cell):
+    assert _passes(cell, SORTS_IN_PLACE, "a = [3, 1]\nassert f(a) is a")
+    assert not _passes(cell, SORTS_A_COPY, "a = [1, 3]\nassert f(a) is a")
+    assert not _passes(cell, SORTS_IN_PLACE, "a = [3, 1]\nassert f(a) is not a")
+
+
+def _passes(cell, source, test):
+    verdict = _judge(cell, source, [test])
+    return verdict.passed == verdict.total
+
+
+def test_labels_in_names_stay_outside():
+    """A list that no earlier call was given, and one that a loop makes anew, is judged outside."""
+    for test in ("y = [1]\nassert f(2) == y\nassert f(3) == y",
+                 "for x in [[1], [2]]:\n    assert f(x) == x", "x = [1]\nassert f(x) == x\nassert f(x) == [1]",
+                 "x = [1]\nr = f(x)\nassert r == sorted(x)"):  # fmt: skip
+        assert not any(case.is_decided_inside for case in read_tests([test], "f")), test
+
+
+def test_a_unittest_class_is_no_test():
+    test = "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(f(2), 4)\n"
+    with pytest.raises(UnreadableTests, match="plain asserts"):
+        read_tests([test + "unittest.main(argv=['x'], exit=False)"], "f")
+
+
 def test_objects_with_a_fault_fail(cell):
     wrong = OBJECTS.replace("return -1", "return 7").replace("return 2\n", "return 3\n")
     wrong = wrong.replace("self.x + other.x", "self.x").replace("Fraction(1, 2)", "Fraction(1, 3)")
@@ -415,7 +466,8 @@ def test_objects_with_a_fault_fail(cell):
 
 INSIDE = [
     "assert np.allclose(f(1), [3])", "assert near(f(1), 3)", "assert near(f(1), 3) == True", "assert f(1) == g(1)",
-    "assert f(1) == Fraction(1, 2)", "assert sorted(f(1), key=lambda x: -x) == [1]",
+    "assert f(1) == Fraction(1, 2)", "assert '%.1f' % f(1) == '3.0'", "assert max(f(1), key=f(1).get) == 3",
+    "assert sorted(f(1), key=lambda x: -x) == [1]",
     "try:\n    f(1)\n    assert False\nexcept ValueError:\n    pass",
     "def near(a, b):\n    return abs(a - b) < 1\nassert near(f(1), 3)",
     "import random\ndef check(candidate):\n    for _ in range(3):\n        x = random.random()\n        assert candidate(x) == x\ncheck(f)",

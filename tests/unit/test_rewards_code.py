@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gyre.rewards.code import UnreadableTests, extract_program, read_tests, run_tests, same_output, same_value
+from gyre.rewards.code import (
+    UnreadableTests,
+    extract_program,
+    read_tests,
+    run_tests,
+    same_output,
+    same_value,
+    with_setup,
+)
 from gyre.rewards.executors import Cell, choose_mode
 from gyre.rewards.sandbox import Limits, Program, ProgramResult
 
@@ -37,6 +45,8 @@ def _judge(cell, source, tests, function=None, *, limits=LIMITS, budget_s=60.0):
         ("```\nprint\n```", "print\n"),
         ("no code", None),
         ("``````", None),
+        ("<think>a ``` opens it</think>\n```python\nx = 1\n```", "x = 1\n"),
+        ("<think>```python\nx = 1\n```</think> as above", "x = 1\n"),
     ],
 )
 def test_finds_the_program(text, program):
@@ -64,7 +74,13 @@ def test_reads_every_shape_of_tests():
     assert len(read_tests("assert f(1) == 1\nassert f(2) == 2\n", None)) == 2
 
 
-@pytest.mark.parametrize("tests", [None, [], "", {}, [5], [{"args": [1], "expected": 2}], ["assert ("], [{"in": 1}]])
+@pytest.mark.parametrize(
+    "tests",
+    [
+        None, [], "", {}, [5], [{"args": [1], "expected": 2}], ["assert ("], [{"in": 1}], {"inputs": [], "outputs": []},
+        {"inputs": ["1", "2"], "outputs": ["1"]}, {"inputs": ["1"]}, {"inputs": "1", "outputs": "2"},
+    ],
+)  # fmt: skip
 def test_unreadable_tests_are_the_label_s_fault(tests):
     with pytest.raises(UnreadableTests):
         read_tests(tests, None)
@@ -131,6 +147,45 @@ def test_programs_with_input_and_output(cell):
     assert verdict.fraction == 0.5 and "test 2: printed 3, expected 7" in verdict.reason
     verdict = _judge(cell, "import sys; print(3 if '1' in input() else sys.exit(4))", tests)
     assert verdict.fraction == 0.5 and "exit code 4" in verdict.reason
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\n"
+        "def f(a): return P(a).x",
+        "import pickle\nclass A:\n    def __init__(self, x): self.x = x\n"
+        "def f(a): return pickle.loads(pickle.dumps(A(a))).x",
+        "import sys\ndef f(a): return vars(sys.modules[__name__]) is globals() and a",
+    ],
+    ids=["dataclass", "pickle", "sys.modules"],
+)
+def test_a_program_with_functions_is_a_module(cell, body):
+    assert _judge(cell, body, ["assert f(3) == 3"]).passed == 1
+
+
+@pytest.mark.parametrize("end", ["exit()", "quit()", "exit(0)"])
+def test_a_program_may_end_as_at_the_prompt(cell, end):
+    assert _judge(cell, f"print(1)\n{end}\nprint(2)", [{"stdin": "", "stdout": "1"}]).passed == 1
+
+
+def test_a_program_may_open_its_streams_by_name(cell):
+    source = "print(open('/dev/stdin').read().strip(), open('/dev/fd/0').read() == '5\\n')"
+    assert _judge(cell, source, [{"stdin": "5\n", "stdout": "5 True"}]).faults == ()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from __future__ import annotations\ndef f(a: List[int]): return a",
+        '"""What it does."""\nfrom __future__ import (annotations,\n    division)\ndef f(a: List[int]): return a',
+        "from __future__ import annotations; import re\ndef f(a: List[int]): return re and a",
+        "def f(a: List[int]): return a",
+    ],
+)
+def test_setup_goes_before_a_program_but_not_before_its_future_imports(cell, source):
+    whole = with_setup("from typing import List", source)
+    assert _judge(cell, whole, ["assert f(3) == 3"]).faults == ()
 
 
 def test_a_call_that_ends_its_process_fails_alone(cell):

@@ -198,6 +198,13 @@ def test_the_nursery_s_death_costs_nothing():
     assert events.kinds() == ["reward.nursery_replaced"]
 
 
+def test_end_markers_are_taken_off_however_many():
+    texts = ["4" + end * count for end in ("</s>", " <|im_end|>\n</s>\n") for count in (0, 1, 3, 3000)]
+    rollouts = [rollout(n, text, {"answer": "4"}) for n, text in enumerate(texts)]
+    scores, events = _score([{"kind": "answer", "forms": ["plain"]}], rollouts)
+    assert {score.value for score in scores} == {1.0} and events.kinds() == []
+
+
 def test_labels_that_cannot_be_read_are_invalid():
     rollouts = [rollout(0, "<answer>5</answer>", {}), rollout(1, "<answer>5</answer>", {"answer": "5"})]
     scores, events = _score([{"kind": "answer", "compare": "numeric"}], rollouts)

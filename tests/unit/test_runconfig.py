@@ -405,3 +405,8 @@ def test_parallel_settings_are_inherited():
         (3, 8),
     ]
     assert "parallel.zero = 4: need 0, 1, 2 or 3" in refusal(parallel={"zero": 4})
+
+
+def test_a_place_in_a_list_has_few_digits() -> None:
+    with pytest.raises(ConfigError, match="is no place in a list of 1"):
+        apply_overrides({"rewards": {"parts": [{}]}}, ["rewards.parts." + "9" * 5000 + ".weight=1"])

@@ -95,14 +95,15 @@ def as_json(value: Any) -> Any:
 def _extract(answer: Any, pattern: re.Pattern[str] | None, where: str, config: DataConfig) -> Any:
     if pattern is None:
         return as_json(answer)
-    matches = list(pattern.finditer(str(answer)))
-    if not matches:
+    group = 1 if pattern.groups else 0
+    found = [match.group(group) for match in pattern.finditer(str(answer)) if match.group(group) is not None]
+    if not found:
         raise InputError(
             f"{where}: data.answer_pattern {config.answer_pattern!r} is not found in field '{config.answer_field}', "
             f"which holds {short(answer)}",
             hint=r"correct the pattern ('#### (.+)' for GSM8K) or the row",
         )
-    return matches[-1].group(1 if pattern.groups else 0).strip()
+    return found[-1].strip()
 
 
 def _jsonl_rows(path: Path) -> Iterator[Row]:

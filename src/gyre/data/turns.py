@@ -19,6 +19,8 @@ from gyre.data.problems import Prompting
 
 MODEL = "assistant"
 ASKING = ("user", "system", "developer", "tool", "function", "ipython", "environment", "observation")
+CALLS = ("tool_calls", "function_call")  # of a message; only its role and content are rendered
+REASONING = ("reasoning_content", "reasoning", "thinking")
 SHOWN_CHARS = 60
 
 Turns = Sequence[Mapping[str, str]]
@@ -63,6 +65,7 @@ def read_prompt(value: Any, where: str, field: str) -> Prompting:
     if isinstance(value, str) and value.strip():
         return value
     if isinstance(value, list) and value and all(is_message(item) for item in value):
+        _refuse_left_out(value, CALLS, where, field)
         turns = tuple({"role": item["role"], "content": item["content"]} for item in value)
         return turns if turns[-1]["role"] == MODEL else _asking(turns, where, field)
     raise InputError(
@@ -83,6 +86,7 @@ def read_response(row: Mapping[str, Any], field: str, where: str, key: str, prom
             f"{where}: field '{field}' holds {short(value)}; need a text or messages that end with the assistant's",
             hint=f"set data.{key} to the field with the response, or repair the row",
         )
+    _refuse_left_out(value[-1:], CALLS + REASONING, where, field)
     before = [{"role": item["role"], "content": item["content"].strip()} for item in value[:-1]]
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if before and before != [{"role": item["role"], "content": item["content"].strip()} for item in asked]:
@@ -91,6 +95,16 @@ def read_response(row: Mapping[str, Any], field: str, where: str, key: str, prom
             hint=f'set data.prompt_field = "{field}" to take the prompt from there, or leave only the last turn in it',
         )
     return value[-1]["content"]
+
+
+def _refuse_left_out(messages: Sequence[Mapping[str, Any]], names: Sequence[str], where: str, field: str) -> None:
+    """InputError for what a model said outside of a message's content."""
+    left_out = next((name for message in messages for name in names if message.get(name)), None)
+    if left_out:
+        raise InputError(
+            f"{where}: a message of field '{field}' has '{left_out}', and only its content would be rendered",
+            hint=f"write it into the content as the model's chat template does, and take '{left_out}' out",
+        )
 
 
 def need(row: Mapping[str, Any], field: str, where: str, key: str, also: str = "") -> Any:

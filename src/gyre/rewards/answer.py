@@ -51,6 +51,7 @@ _DATE_OR_TIME = re.compile(r"[0-9]{1,4}([-/.])[0-9]{1,2}\1[0-9]{1,4}|[0-9]{1,2}:
 _VERSION_OR_SCORE = re.compile(r"[0-9]+(?:\.[0-9]+){2,}|[0-9]+(?: ?[-–] ?[0-9]+)+")
 _NAME_OR_MEASURE = re.compile(r"(?=.*[0-9])(?=.*[A-Za-z])(?![0-9]+ ?[xyz]+$)[0-9A-Za-z .:]+")  # H2O, 10 am; not 2x
 _NAMED_LABEL = re.compile(r"([A-Za-z]) ?= ?([^=]+)")
+_BASED = re.compile(r"([0-9A-Za-z]+)_ ?\{?([0-9]+)\}?")  # 101_2; math-verify leaves the base out
 _WRAPPER = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")
 
 
@@ -203,7 +204,7 @@ def _without_frame(answer: str, label: str) -> tuple[str, str]:
     named = _NAMED_LABEL.fullmatch(theirs)
     if named:
         ours, theirs = re.sub(rf"^{named[1]} ?= ?", "", ours), named[2]
-    if theirs.startswith("(") and theirs.endswith(")"):
+    if theirs.startswith("(") and theirs.endswith(")") and "," not in theirs:  # (10,100) is a point
         theirs = theirs[1:-1].strip()
         ours = ours[1:-1].strip() if ours.startswith("(") and ours.endswith(")") else ours
     return (answer, label) if read_number(theirs, lead_in=False) is None else (ours, theirs)
@@ -216,6 +217,9 @@ def _compare_words(answer: str, label: str, question: str) -> Match | None:
         return _verdict(read_option(answer, question) == letter, answer, label)
     if _same_words(answer, label):
         return Match(outcome="right", reason=f"{_short(answer)} is the answer")
+    theirs, ours = _BASED.fullmatch(label.strip()), _BASED.fullmatch(bare(answer))
+    if theirs and ours:
+        return _verdict(ours.groups() == theirs.groups(), answer, label)
     texts = (_DATE_OR_TIME, _VERSION_OR_SCORE, _NAME_OR_MEASURE)
     if any(one.fullmatch(label.strip()) for one in texts) or not _MATHEMATICAL.search(label):
         return _wrong(answer, label)

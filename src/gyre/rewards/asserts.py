@@ -97,6 +97,7 @@ class _Reader:
         self.found: list[Assertion] = []
         self.statements: list[Call] = []  # to run inside before what comes next
         self.helpers: set[str] = set()  # functions and modules of the test's own
+        self.given: set[str] = set()  # names whose values calls were given, which may have changed them
         self.count = 0
         defined = {each.name: each for each in body if isinstance(each, ast.FunctionDef)}
         called = [each.value for each in body if isinstance(each, ast.Expr) and isinstance(each.value, ast.Call)]
@@ -141,10 +142,14 @@ class _Reader:
                 self.statements.append(Call({"statement": ast.unparse(statement)}))
             elif isinstance(statement, ast.Assign | ast.AnnAssign):
                 self.read_assign(statement, names)
+                stored = (each for each in ast.walk(statement) if isinstance(each, ast.Name))
+                self.given -= {each.id for each in stored if isinstance(each.ctx, ast.Store)}
             elif isinstance(statement, ast.For):
                 self.read_for(statement, names)
             elif isinstance(statement, ast.Expr):
                 self.read_expression(statement.value, names)
+            elif isinstance(statement, ast.ClassDef) and any("TestCase" in ast.unparse(x) for x in statement.bases):
+                raise UnreadableTests("a class of unittest, whose failures nobody would see: write plain asserts")
             elif not isinstance(statement, ast.Pass):
                 raise NotKnown
 
@@ -159,11 +164,14 @@ class _Reader:
             if plain:
                 tree = self.of_known_function(statement, splitter) or tree
         except NotKnown:
+            self.given |= _mutable_names(statement.test, names)
             inside = ast.Assert(_replaced(statement.test, names), None)
             self.decide_inside(ast.unparse(ast.fix_missing_locations(inside)))
             return
         if plain and any(isinstance(node, ast.Name) and node.id in names for node in ast.walk(statement.test)):
             raise NotKnown  # it is about what a call did to the value of a name
+        if splitter.asks_names:
+            raise NotKnown
         whole = ast.fix_missing_locations(ast.Assert(_replaced(statement.test, names), None))
         self.found.append(
             Assertion(
@@ -237,6 +245,7 @@ class _Reader:
                 raise NotKnown
             for name, literal in zip(of_names, row, strict=True):
                 names[name.id] = _Known(literal, _Splitter(self, {}).value(literal))  # type: ignore[attr-defined]
+                self.given.discard(name.id)  # type: ignore[attr-defined]
             self.read(statement.body, names)
 
     def read_expression(self, value: ast.expr, names: dict[str, _Known]) -> None:
@@ -262,6 +271,7 @@ class _Splitter:
         self.names = names
         self.function = reader.function
         self.bound: set[str] = set()  # by a comprehension
+        self.asks_names = False  # whether it is about names themselves, whose values are copied for each use
         self.values: dict[str, Call] = {}
         self.callees: dict[str, str] = {}  # placeholder → the function that gives its value
 
@@ -301,6 +311,7 @@ class _Splitter:
             others = {_callee(each) for each in _calls_within(inside)} - {callee}
             if self.function is None and any(not name[:1].isupper() for name in others if name not in TYPES):
                 callee = "?" + callee
+        self.reader.given |= _mutable_names(node, self.names)
         self.reader.count += 1
         placeholder = f"{_OWN}{self.reader.count}"
         self.values[placeholder] = Call({"expression": ast.unparse(_replaced(node, self.names))})
@@ -320,7 +331,7 @@ class _Splitter:
         if isinstance(node, ast.GeneratorExp | ast.ListComp | ast.SetComp):
             return self.comprehension(node)
         if isinstance(node, ast.BinOp | ast.UnaryOp):
-            if type(node.op) not in (BINARY if isinstance(node, ast.BinOp) else UNARY):
+            if type(node.op) not in (BINARY if isinstance(node, ast.BinOp) else UNARY) or _formats(node):
                 raise NotKnown
         elif not isinstance(
             node,
@@ -337,7 +348,16 @@ class _Splitter:
             raise NotKnown
         if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id not in self.names:
             return self.leaf(node)
+        if isinstance(node, ast.Compare):
+            self.look_at_names(node)
         return _rebuilt(node, self.value)
+
+    def look_at_names(self, node: ast.Compare) -> None:
+        """Find a name that is compared with what an earlier call may have made of its value, or by `is`."""
+        sides = [node.left, *node.comparators]
+        for sign, *pair in zip(node.ops, sides, sides[1:], strict=False):
+            names = {each for side in pair if isinstance(side, ast.Name) for each in _mutable_names(side, self.names)}
+            self.asks_names |= bool(names & self.reader.given or (names and isinstance(sign, ast.Is | ast.IsNot)))
 
     def name(self, node: ast.Name) -> ast.expr:
         if node.id in self.bound:
@@ -370,6 +390,9 @@ class _Splitter:
             return self.chain(node)
         ours = isinstance(node.func, ast.Name) and (node.func.id == self.function or node.func.id in self.names)
         if (dotted in FUNCTIONS or dotted in TYPES) and not ours:
+            key = next((each.value for each in node.keywords if each.arg == "key"), None)
+            if isinstance(key, ast.Attribute):  # d.get: a method of what a call returned
+                raise NotKnown
             return _rebuilt(node, self.value, keep=("func",))
         if isinstance(node.func, ast.Attribute) and node.func.attr in METHODS and node.func.attr != self.function:
             base = node.func.value
@@ -395,6 +418,12 @@ class _Splitter:
         made.elt = self.value(node.elt)
         self.bound = before
         return made
+
+
+def _formats(node: ast.expr) -> bool:
+    """ "%.2f" % f(1): judged inside, as f-strings are."""
+    is_modulo = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod)
+    return is_modulo and isinstance(node.left, ast.Constant) and isinstance(node.left.value, str | bytes)
 
 
 def _rebuilt(node: ast.AST, change: Any, keep: tuple[str, ...] = ()) -> Any:
@@ -427,6 +456,13 @@ def _replaced(node: ast.expr, names: Mapping[str, _Known]) -> ast.expr:
     for loop in (each for each in ast.walk(node) if isinstance(each, ast.comprehension)):
         hidden |= {each.id for each in ast.walk(loop.target) if isinstance(each, ast.Name)}
     return _Replace(names, hidden).visit(copy.deepcopy(node))
+
+
+def _mutable_names(node: ast.AST, names: Mapping[str, _Known]) -> set[str]:
+    """Names in the expression that stand for plain lists, sets or dicts."""
+    used = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+    kinds = (ast.List, ast.Set, ast.Dict, ast.ListComp, ast.SetComp)
+    return {name for name in used & names.keys() if isinstance(names[name].tree, kinds)}
 
 
 def _callee(node: ast.AST) -> str:

@@ -74,7 +74,7 @@ def _build_code(options: Mapping[str, Any], tools: Tools) -> Check:
         except code.UnreadableTests as error:
             return 0.0, f"unreadable tests: {error}", "invalid"
         setup = _field(item.task, options["setup_field"])
-        source = f"{setup}\n{source}" if setup else source
+        source = code.with_setup(str(setup), source) if setup else source
         verdict = code.run_tests(
             source, cases[: options["max_tests"] or None], run,
             limits=limits, budget_s=options["limit_s"], tolerance=options["tolerance"],

@@ -31,10 +31,20 @@ from gyre.rewards.judging import FAULTS, CallFailed, Failed, Scope, evaluate
 from gyre.rewards.sandbox import Limits, Program, ProgramResult
 from gyre.rewards.values import Meter, TooMuch, decode, holds_object, is_close, same, shown, wrap
 
-__all__ = ["Case", "CodeVerdict", "RunProgram", "UnreadableTests", "extract_program", "read_tests", "run_tests"]
+__all__ = [
+    "Case",
+    "CodeVerdict",
+    "RunProgram",
+    "UnreadableTests",
+    "extract_program",
+    "read_tests",
+    "run_tests",
+    "with_setup",
+]
 
 RunProgram = Callable[[Program, Limits], ProgramResult]
 _NOT_RUN = "not run: the time for all tests was used up"
+_FUTURE = re.compile(r"^from __future__ import +(?:\([^()]*\)|[^\n;#(]*)", re.MULTILINE)
 _MOST_ROUNDS = 3  # of calls: an answer about an object may be an object
 _MOST_TOLD_BYTES = 8 << 20  # of values of one completion that are parsed
 
@@ -89,7 +99,8 @@ class CodeVerdict:
 
 
 def extract_program(text: str) -> str | None:
-    """The last fenced block of the last <answer>, or of the text; an answer without a fence is taken as it is."""
+    """The last fenced block of the last <answer>, or of what follows the thinking, or of the text; an answer without a
+    fence is taken as it is."""
     start = text.rfind("<answer>")
     if start >= 0:
         end = text.find("</answer>", start)
@@ -97,7 +108,13 @@ def extract_program(text: str) -> str | None:
             return None
         inside = text[start + len("<answer>") : end]
         return _last_fence(inside) if "```" in inside else inside.strip("\n") or None
-    return _last_fence(text)
+    return _last_fence(text.rpartition("</think>")[2]) or _last_fence(text)
+
+
+def with_setup(setup: str, source: str) -> str:
+    """The program after the task's setup; what it takes from __future__ must stand before both."""
+    futures = "".join(f"{found[0]}\n" for found in _FUTURE.finditer(source))
+    return f"{futures}{setup}\n{_FUTURE.sub('pass', source)}"
 
 
 def _last_fence(text: str) -> str | None:
@@ -121,11 +138,17 @@ def read_tests(tests: Any, function: str | None) -> list[Case]:
         tests, function = _from_columns(tests), tests.get("fn_name") or function
     if not isinstance(tests, Sequence) or not tests:
         raise UnreadableTests(f"no tests: {str(tests)[:80]!r}")
-    return [case for test in tests for case in _read_test(test, function)]
+    cases = [case for test in tests for case in _read_test(test, function)]
+    if not cases:
+        raise UnreadableTests(f"no tests: {str(tests)[:80]!r}")
+    return cases
 
 
 def _from_columns(tests: Mapping[str, Any]) -> list[dict[str, Any]]:
-    pairs = zip(tests["inputs"], tests["outputs"], strict=False)
+    columns = tests["inputs"], tests.get("outputs")
+    if not all(isinstance(column, list | tuple) for column in columns) or len(columns[0]) != len(columns[1]):
+        raise UnreadableTests(f"inputs and outputs are no two lists of the same length: {str(tests)[:80]!r}")
+    pairs = zip(*columns, strict=True)
     if tests.get("fn_name"):
         return [{"args": given, "expected": wanted} for given, wanted in pairs]
     return [{"stdin": _lines(given), "stdout": _lines(wanted)} for given, wanted in pairs]

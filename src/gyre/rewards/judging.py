@@ -13,11 +13,14 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Any
 
-from gyre.rewards.values import MOST_INT_BITS, Dict, Meter, Number, Set, TooMuch, native, order, same, wrap
+from gyre.rewards.values import MOST_INT_BITS, Dict, Meter, Number, Opaque, Set, TooMuch, native, order, same, wrap
 
 FAULTS = (ArithmeticError, TypeError, ValueError, LookupError, AttributeError, RecursionError, MemoryError)
+_CALLABLE = ("function", "builtin_function_or_method", "method", "partial", "type")  # kinds of objects
 _MOST_ITEMS = 1_000_000  # of a list or text that an operator or method makes
 
 
@@ -67,14 +70,16 @@ def _unique(value: Any = ()) -> Set:
     return Set([elements[place] for at, (key, place) in enumerate(keyed) if at == 0 or keyed[at - 1][0] != key])
 
 
-def _round(value: Any, digits: Any = None) -> Any:
-    if digits is not None and abs(digits) > 400:
-        raise ValueError(f"rounding to {digits} digits")
-    return round(value, digits)
+def _round(number: Any, ndigits: Any = None) -> Any:
+    if ndigits is not None and abs(ndigits) > 400:
+        raise ValueError(f"rounding to {ndigits} digits")
+    return round(number, ndigits)
 
 
 def _sum(value: Any, start: Any = 0) -> Any:
     items = _items(value)
+    if type(start) in (list, tuple) and all(type(item) is type(start) for item in items):
+        return type(start)(chain(start, *items))  # not larger than the value that holds them
     if not all(isinstance(item, int | float | complex) for item in (*items, start)):
         raise TypeError("a sum of what are no numbers")
     return sum(items, start)
@@ -82,6 +87,12 @@ def _sum(value: Any, start: Any = 0) -> Any:
 
 def _sorted(value: Any, *, key: Any = None, reverse: Any = False) -> list[Any]:
     return sorted(_items(value), key=_function(key) if key is not None else None, reverse=bool(reverse))
+
+
+def _extreme(pick: Callable[..., Any], *args: Any, key: Any = None, **default: Any) -> Any:
+    """min or max."""
+    items = _items(args[0]) if len(args) == 1 else args
+    return pick(items, key=_function(key) if key is not None else None, **default)
 
 
 def _function(value: Any) -> Callable[..., Any]:
@@ -117,19 +128,21 @@ _CONSTRUCTORS: dict[Any, Callable[..., Any]] = {
     list: lambda value=(): list(_items(value)),
     tuple: lambda value=(): tuple(_items(value)),
     Set: _unique,
-    Dict: lambda value=(): value if isinstance(value, Dict) else wrap(dict(native(value))),
+    Dict: lambda value=(), **more: (
+        value if isinstance(value, Dict) and not more else wrap(dict(native(value), **native(wrap(more))))
+    ),
 }
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "abs": abs, "len": len, "round": _round, "sum": _sum, "sorted": _sorted, "repr": _text_of, "range": _range,
-    "min": lambda *args: min(_items(args[0]) if len(args) == 1 else args),
-    "max": lambda *args: max(_items(args[0]) if len(args) == 1 else args),
+    "min": partial(_extreme, min), "max": partial(_extreme, max),
     "any": lambda value: any(map(bool, _items(value))),
     "all": lambda value: all(map(bool, _items(value))),
     "zip": lambda *args: list(zip(*map(_items, args), strict=False)),
     "enumerate": lambda value, start=0: list(enumerate(_items(value), start)),
     "reversed": lambda value: list(_items(value))[::-1],
     "map": lambda function, *args: list(map(_function(function), *map(_items, args))),
-    "isinstance": _is_instance, "type": type, "ord": ord, "chr": chr, "callable": lambda value: False,
+    "isinstance": _is_instance, "type": type, "ord": ord, "chr": chr,
+    "callable": lambda value: isinstance(value, Opaque) and value.kind in _CALLABLE,
     "math.isclose": math.isclose, "isclose": math.isclose, "cmath.isclose": lambda a, b, **how: abs(a - b) <= max(
         how.get("rel_tol", 1e-9) * max(abs(a), abs(b)), how.get("abs_tol", 0.0)),
     **{f"math.{name}": getattr(math, name) for name in (
@@ -139,10 +152,10 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 CONSTANTS: dict[str, float] = {f"math.{name}": getattr(math, name) for name in ("pi", "e", "tau", "inf", "nan")}
 
 
-def _replace(text: str, old: str, new: str) -> str:
+def _replace(text: str, old: str, new: str, count: int = -1) -> str:
     if len(text) * max(len(new), 1) > 50 * _MOST_ITEMS or (not old and len(text) > 10_000):
         raise TooMuch("a replacement is too long to be judged")
-    return text.replace(old, new)
+    return text.replace(old, new, count)
 
 
 def _join(glue: str, value: Any) -> str:
@@ -203,10 +216,10 @@ def _modulo(a: Any, b: Any) -> Any:
 
 
 def _of_sets(operation: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """The operation, with Python's own sets where both sides are sets."""
+    """The operation, with Python's own sets or dicts where both sides are."""
 
     def apply(a: Any, b: Any) -> Any:
-        if isinstance(a, Set) and isinstance(b, Set):
+        if isinstance(a, Set | Dict) and type(a) is type(b):
             return wrap(operation(native(a), native(b)))
         return operation(a, b)
 

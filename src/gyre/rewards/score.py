@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 from gyre.core.records import Rollout, Score, ScorePart
 from gyre.core.scores import lower_failed_parts
@@ -134,6 +134,9 @@ class RuleScorer:
 
 def _without_end(text: str, markers: Sequence[str]) -> str:
     """The completion without the end-of-text tokens that a tokenizer may leave in its text."""
-    text = text.rstrip()
-    marker: Any = next((marker for marker in markers if marker and text.endswith(marker)), None)
-    return _without_end(text[: -len(marker)], markers) if marker else text
+    end = len(text.rstrip())
+    while marker := next((marker for marker in markers if marker and text.endswith(marker, 0, end)), None):
+        end -= len(marker)
+        while end and text[end - 1].isspace():
+            end -= 1
+    return text[:end]

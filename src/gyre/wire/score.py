@@ -17,7 +17,7 @@ import tokenizers
 from gyre.core.errors import ConfigError, InputError
 from gyre.core.records import Finish, Prompt, Rollout, Sampling, Score
 from gyre.data.config import DataConfig
-from gyre.data.rows import read_rows
+from gyre.data.rows import as_json, check_values, read_rows
 from gyre.observe.events import count_events
 from gyre.rewards.score import RuleScorer
 from gyre.runconfig import RunConfig, load_run_config
@@ -99,12 +99,16 @@ def _read_row(where: str, row: Mapping[str, Any], count: Callable[[str], int] | 
         )
     if num_tokens is None:
         num_tokens = count(text) if count is not None else len(text.split())
-    if not isinstance(num_tokens, int) or isinstance(num_tokens, bool) or not 0 <= num_tokens < 1 << 31:
-        raise InputError(f"{where}: num_tokens = {num_tokens!r}", hint="give a whole number of tokens, 0 or more")
-    finish = row.get("finish")
+    if not isinstance(num_tokens, int) or isinstance(num_tokens, bool) or not 0 <= num_tokens < 1 << 24:
+        raise InputError(f"{where}: num_tokens = {num_tokens!r}", hint="give a whole number of tokens, 0 to 16,777,215")
+    finish = row.get("finish", "stop")
+    if finish not in get_args(Finish):
+        accepted = ", ".join(get_args(Finish))
+        raise InputError(f"{where}: finish = {finish!r}; need one of {accepted}", hint="correct it, or leave it out")
+    check_values(row, where)
     sampled, zeros = np.ones(num_tokens, dtype=bool), np.zeros(num_tokens, dtype=np.float32)
     tokens = np.zeros(num_tokens, dtype=np.int32)  # rewards see text and a number of tokens
-    task = {name: value for name, value in row.items() if name not in _NOT_TASK}
+    task = {name: as_json(value) for name, value in row.items() if name not in _NOT_TASK}
     return Rollout(
         rollout_id=where,
         group_id="score",
@@ -115,7 +119,7 @@ def _read_row(where: str, row: Mapping[str, Any], count: Callable[[str], int] | 
         raw_logprobs=zeros,
         versions=tokens,
         sampling=Sampling(),
-        finish=cast(Finish, finish) if finish in get_args(Finish) else "stop",
+        finish=cast(Finish, finish),
         text=text,
     )
 
