@@ -61,7 +61,7 @@ def make_progress(
 
 
 class LineProgress:
-    """One line per step, evaluation and stage, none of them redrawn. The first counted event of a kind has its own line;
+    """One line per step, evaluation and stage, none of them redrawn. The first counted event of a kind has a line;
     further ones stand in the line of their step, or in the summary's counts."""
 
     def __init__(self, console: Console, state: LiveState | None = None):
