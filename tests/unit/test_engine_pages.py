@@ -116,3 +116,13 @@ def test_the_accounts_find_what_is_wrong(wrong: str) -> None:
     }[wrong]
     with pytest.raises(AssertionError):
         pages.check(lists)
+
+
+def test_the_accounts_find_another_page_cached_than_the_cache_knows() -> None:
+    pages = Pages(3)
+    held = pages.take(2)
+    pages.remember([b"a"], held[:1], version=0)
+    pages.check([held])
+    pages._cached[held] = [False, True]
+    with pytest.raises(AssertionError):
+        pages.check([held])
