@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from engine_device import PAGE_TOKENS, FakeDevice, answer
 
-from gyre.core.records import Request, Sampling, TokenChunk
+from gyre.core.records import Partial, Request, Sampling, TokenChunk
 from gyre.engine.cycle import Cycle
 from gyre.engine.preemption import mix_versions, num_pages_to_resume, preempt, void_swapped
 from gyre.engine.requests import State
@@ -172,6 +174,16 @@ def test_a_half_computed_prompt_comes_back_where_it_was() -> None:
     assert bench.roster.prefilling == [0] and not bench.roster.rows.decoding_R[0]
     assert bench.sequences[0].state is State.PREFILLING and bench.roster.rows.pages_R[0] == 3
     bench.roster.check()
+
+
+def test_a_given_beginning_counts_among_the_pages_that_a_half_computed_sequence_needs() -> None:
+    """Six prompt tokens and a beginning of six: 12 tokens, three pages, whatever part of them has KV."""
+    zeros = np.zeros(6, np.float32)
+    ids = zeros.astype(np.int32)
+    begun = Partial(index=0, tokens=ids, logprobs=zeros, raw_logprobs=zeros, versions=ids)
+    bench = Bench([replace(make("a", 6), partials=(begun,))], steps=1, budget=5)
+    bench.preempt()
+    assert num_pages_to_resume(bench.roster, bench.sequences[0]) == 3
 
 
 def test_nothing_of_a_preempted_row_may_be_in_flight() -> None:
