@@ -82,6 +82,8 @@ def test_a_request_becomes_n_completions_that_stop_at_its_ids_and_those_of_the_m
     assert begin(make(ignore_eos=True, stop_ids=(9, 4)), eos_ids=(2,))[0].stop_ids == (4, 9)
     assert [one.known_tokens().tolist() for one in sequences] == [[0, 1, 2]] * 3
     first = sequences[0]
+    nothing = make_partial(first, first.chosen)
+    assert {len(part) for part in (nothing.tokens, nothing.logprobs, nothing.raw_logprobs, nothing.versions)} == {0}
     assert (first.emitted, first.told_from, first.hits_given_up, first.lost_tokens) == (0, 0, 0, 0)
     assert len({one.key for one in sequences}) == 3
 
