@@ -254,6 +254,15 @@ def test_prompts_are_shared_from_the_step_that_computed_them_on() -> None:
         assert len(bench.roster.find_hits(fresh, VERSION)) == 2
 
 
+def test_a_prompt_is_shared_that_ends_beside_more_that_decode() -> None:
+    bench = Bench(make("a"), make("b"))
+    bench.step(1, 1)
+    bench.roster.enqueue(sequences_of(make("c", 9), arrival=9, eos_ids=()))
+    bench.step(1, 1, 1)
+    (fresh,) = sequences_of(make("c", 9), arrival=0, eos_ids=())
+    assert len(bench.roster.find_hits(fresh, VERSION)) == 2
+
+
 def test_pages_out_of_the_window_are_given_back() -> None:
     """With a window of 3 tokens, of which the newest is one, the first page is out of sight of the 7th token."""
     bench = Bench(make("a"), window=3)
