@@ -288,6 +288,8 @@ def test_a_request_ends_wherever_its_completions_are() -> None:
 @pytest.mark.parametrize(
     ("tokens", "sampling", "finish"),
     [
+        ((1,), {"max_tokens": 1}, "length"),
+        ((3,), {"max_tokens": 2}, "stop"),
         ((1, 2), {"max_tokens": 2}, "length"),
         ((1, 2), {"max_tokens": 3}, None),
         ((1, 3), {"max_tokens": 3}, "stop"),
