@@ -12,27 +12,7 @@ from torch import Tensor
 from gyre.engine.raw import find_best, order_key, raw_logprob, score_targets
 
 LEAST = 2.0**-149  # the smallest float32 above zero
-VALUES = [
-    -torch.inf,
-    -3e38,
-    -3.0,
-    -1.5,
-    -1.0 - 2**-23,
-    -1.0,
-    -0.75,
-    -1e-30,
-    -LEAST,
-    0.0,
-    LEAST,
-    1e-30,
-    0.5,
-    1.0,
-    1.0 + 2**-23,
-    1.5,
-    2.0,
-    3.5,
-    3e38,
-]
+VALUES = [-torch.inf, -3e38, -3.0, -1.0 - 2**-23, -1.0, -LEAST, 0.0, LEAST, 0.5, 1.0, 1.0 + 2**-23, 1.5, 2.0, 3e38]
 
 
 def logits(*shape: int) -> Tensor:
