@@ -18,38 +18,57 @@ def make(name: str, prompt_tokens: int, max_tokens: int, n: int = 1) -> Request:
     return Request(request_id=name, tokens=tokens, sampling=Sampling(max_tokens=max_tokens, n=n), chunk_tokens=0)
 
 
-def run(requests: list[Request], *, num_pages: int, budget: int = 64, max_running: int = 4):
+class Bench:
+    """A cycle over a device without arithmetic, and what it reported."""
+
+    def __init__(
+        self,
+        requests: list[Request],
+        *,
+        num_pages: int,
+        budget: int = 64,
+        max_running: int = 4,
+        prefix_cache: bool = False,
+        num_slots: int = 0,
+    ) -> None:
+        self.events: list[tuple[str, dict]] = []
+        self.roster = Roster(
+            max_running=max_running,
+            num_pages=num_pages,
+            page_tokens=PAGE_TOKENS,
+            prefix_cache=prefix_cache,
+            emit=lambda kind, **fields: self.events.append((kind, fields)),
+            num_slots=num_slots,
+            window=None,
+            rates=Rates(page_bytes=1, swap_bytes_per_s=2.0, prefill_tokens_per_s=1.0),
+        )
+        self.runner = FakeDevice(None)
+        self.cycle = Cycle(
+            self.roster,
+            self.runner,  # type: ignore[arg-type]
+            token_budget=budget,
+            version=0,
+            eos_ids=(),
+            tokenizer=None,
+            clock=lambda: 0.0,
+            depth=0,
+            host=self.runner.pool,
+        )
+        for request in requests:
+            self.cycle.add(request, None)
+
+    def preempted(self) -> list[tuple[str, int]]:
+        return [(at["request_id"], at["index"]) for kind, at in self.events if kind == "engine.preempted"]
+
+
+def run(requests: list[Request], **sizes):
     """Run to the end; also whether any step was asked for while only a preemption could provide it."""
-    roster = Roster(
-        max_running=max_running,
-        num_pages=num_pages,
-        page_tokens=PAGE_TOKENS,
-        prefix_cache=False,
-        emit=lambda kind, **fields: None,
-        num_slots=0,
-        window=None,
-        rates=Rates(page_bytes=1, swap_bytes_per_s=1.0, prefill_tokens_per_s=1.0),
-    )
-    runner = FakeDevice(None)
-    cycle = Cycle(
-        roster,
-        runner,  # type: ignore[arg-type]
-        token_budget=budget,
-        version=0,
-        eos_ids=(),
-        tokenizer=None,
-        clock=lambda: 0.0,
-        depth=0,
-        host=runner.pool,
-    )
-    for request in requests:
-        cycle.add(request, None)
-    short = False
-    while not cycle.is_idle:
-        short |= must_preempt(roster)
-        cycle.step()
-    roster.check()
-    return roster, runner.loads, short
+    bench, short = Bench(requests, **sizes), False
+    while not bench.cycle.is_idle:
+        short |= must_preempt(bench.roster)
+        bench.cycle.step()
+    bench.roster.check()
+    return bench.roster, bench.runner.loads, short
 
 
 @pytest.mark.parametrize(("num_pages", "fits"), [(4, True), (3, False)])
@@ -103,3 +122,67 @@ def test_the_last_free_row_is_given() -> None:
 def test_a_sibling_takes_the_last_free_row() -> None:
     _, seen, _ = run([make("a", 6, 1, n=2)], num_pages=64, max_running=2)
     assert seen == [(0, 6)]
+
+
+def test_decoding_rows_may_fill_the_budget() -> None:
+    _, seen, _ = run([make("a", 1, 3), make("b", 1, 3)], num_pages=64, budget=2)
+    assert seen == [(0, 2), (2, 0), (2, 0)]
+
+
+def test_no_piece_of_a_prompt_is_empty() -> None:
+    """Three siblings decode on a budget of three tokens, while a prompt is half computed."""
+    bench = Bench([make("a", 2, 3, n=3), make("b", 3, 1)], num_pages=64, budget=3)
+    for _ in range(2):
+        bench.cycle.step()
+    step = schedule(bench.roster, token_budget=3, version=0)
+    assert step is not None and len(step.decode_rows) == 3 and step.chunks == ()
+    _, seen, _ = run([make("a", 2, 3, n=3), make("b", 3, 1)], num_pages=64, budget=3)
+    assert seen == [(0, 3), (3, 0), (3, 0), (0, 2)]
+
+
+def test_one_budget_is_for_those_that_decode_and_prompts_old_and_new() -> None:
+    """Two decode, four tokens of a begun prompt are left, and the next prompt gets the last two of eight."""
+    requests = [make("a", 1, 3), make("b", 1, 3), make("begun", 10, 1), make("next", 5, 1)]
+    _, seen, _ = run(requests, num_pages=64, budget=8)
+    assert seen == [(0, 8), (2, 6), (2, 3)]
+
+
+def test_each_prompt_that_starts_takes_its_own_tokens_of_the_budget() -> None:
+    _, seen, _ = run([make("a", 3, 1), make("b", 5, 1), make("c", 20, 1)], num_pages=64, budget=12)
+    assert seen == [(0, 12), (0, 12), (0, 4)]
+
+
+def test_no_sibling_starts_without_a_free_row() -> None:
+    _, seen, _ = run([make("a", 6, 1, n=2)], num_pages=64, max_running=1)
+    assert seen == [(0, 6), (0, 6)]
+
+
+def test_of_two_siblings_the_later_one_is_preempted() -> None:
+    """They share the prompt's page, hold one page each, and both need the third."""
+    bench = Bench([make("a", PAGE_TOKENS, PAGE_TOKENS + 2, n=2)], num_pages=3)
+    while not bench.preempted():
+        bench.cycle.step()
+    assert bench.preempted() == [("a", 1)]
+
+
+def test_one_sequence_that_outgrows_all_pages_is_our_fault() -> None:
+    bench = Bench([make("a", PAGE_TOKENS, 2)], num_pages=1)
+    bench.cycle.step()
+    with pytest.raises(AssertionError, match="outgrew"):
+        bench.cycle.step()
+
+
+@pytest.mark.parametrize(("num_pages", "beside"), [(5, True), (4, False)])
+def test_a_prompt_needs_no_page_for_what_it_shares(num_pages: int, beside: bool) -> None:
+    """Of nine tokens two full pages are those of the first sequence, which runs: one is needed, and one of headroom."""
+    requests = [make("a", 2 * PAGE_TOKENS + 1, 3), make("b", 2 * PAGE_TOKENS + 1, 1)]
+    _, seen, _ = run(requests, num_pages=num_pages, budget=2 * PAGE_TOKENS + 1, prefix_cache=True)
+    assert seen == [(0, 9), *([(1, 1), (1, 0)] if beside else [(1, 0), (1, 0), (0, 1)])]
+
+
+def test_a_sequence_that_comes_back_takes_one_token_of_the_budget() -> None:
+    """The second sequence is swapped out for its third page, and comes back beside a prompt that gets what is left."""
+    requests = [make("a", 4, 10), make("b", 4, 8), make("waits", 4, 1)]
+    roster, seen, _ = run(requests, num_pages=5, budget=4, max_running=2, num_slots=8)
+    assert roster.counters.swaps_in == roster.counters.preemptions == 1
+    assert seen == [(0, 4), (1, 3), (1, 1), *[(2, 0)] * 4, *[(1, 0)] * 3, (1, 3), (1, 1), (1, 0)]

@@ -7,8 +7,9 @@ import math
 from itertools import pairwise
 
 import numpy as np
+import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gyre.engine.gpu_layout import (
@@ -106,6 +107,9 @@ def test_graph_batches_ascend_to_max_running_and_pad_little(max_running: int) ->
         assert after - before <= max(8, before // 4), (before, after)
 
 
+@example(rows=3, context=64, vocabulary=2048, invariant=False)
+@example(rows=3, context=65, vocabulary=2049, invariant=True)
+@example(rows=1, context=128, vocabulary=4096, invariant=True)
 @given(rows=st.integers(1, 64), context=st.integers(64, 4096), vocabulary=st.integers(8, 9000), invariant=st.booleans())
 def test_the_bytes_of_the_runners_buffers_are_those_of_its_tensors(rows, context, vocabulary, invariant) -> None:
     """The tensors that gpu_state makes, and those of the kernels' scratch by the shapes that they state."""
@@ -126,3 +130,48 @@ def test_the_bytes_of_the_runners_buffers_are_those_of_its_tensors(rows, context
         max_running=rows, token_budget=budget, pool_tokens=pool, page_tokens=64, context_tokens=context,
         num_heads=heads, num_kv_heads=kv_heads, head_dim=size, vocab_size=vocabulary, logit_bytes=2, invariant=invariant,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "kv_heads", "page", "piece"),
+    [
+        (1, 1, 16, 128),  # the smallest
+        (1, 1, 256, 256),  # one page at least
+        (102_399, 1, 16, 128),
+        (102_400, 1, 16, 256),  # 400 pieces of 256 keys
+        (204_800, 1, 16, 512),
+        (409_599, 1, 16, 512),
+        (409_600, 1, 16, 1024),
+        (51_199, 8, 16, 512),
+        (51_200, 8, 16, 1024),  # 50 pieces for each of eight heads
+        (113_000, 8, 16, 1024),  # the largest
+        (112 * 1024 - 1, 8, 16, 1024),
+        (112 * 1024, 8, 16, 2048),  # 112 pieces of 1,024 keys are more than the 111 that there is room for
+        (112 * 2048 - 1, 8, 16, 2048),
+        (112 * 2048, 8, 16, 4096),
+    ],
+)
+def test_pieces_at_the_bounds(num_tokens: int, kv_heads: int, page: int, piece: int) -> None:
+    """The pool has ten pieces of 1,024 keys: with eight heads there is room for 10, 2 × 400 / 8, and one more."""
+    assert plan_piece(num_tokens, kv_heads, page, pool_tokens=10_240) == piece
+
+
+def test_room_for_pieces() -> None:
+    assert most_pieces(10_240, 8, invariant=False) == 10 + 100 + 1
+    assert most_pieces(10_239, 8, invariant=False) == 9 + 100 + 1
+    assert most_pieces(0, 3, invariant=False) == 266 + 1
+    assert (most_pieces(5120, 8, invariant=True), most_pieces(5119, 8, invariant=True)) == (10, 9)
+
+
+def test_tiles_of_two_chunks() -> None:
+    """Of 33 queries from 5 on and 17 from 20 on, in tiles of 16: those at 37 and 36 come first."""
+    listed = cut_tiles(np.asarray([5, 20]), np.asarray([33, 17]), 16)
+    assert [(int(item) >> 16, int(item) & 0xFFFF) for item in listed] == [(0, 2), (1, 1), (0, 1), (1, 0), (0, 0)]
+
+
+def test_batches_that_are_captured() -> None:
+    eights, sixteens = [8, 16, 24, 32, 40, 48, 56], [64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240]
+    small = [1, 2, 4, *eights, *sixteens, 256, 288, 320, 352, 384, 416, 448, 480]
+    assert plan_graph_batches(511) == (*small, 511) and plan_graph_batches(512) == (*small, 512)
+    assert plan_graph_batches(5000) == (*small, *(128 * count for count in range(4, 33)), 5000)
+    assert plan_graph_batches(8) == (1, 2, 4, 8) and plan_graph_batches(1) == (1,)

@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gyre.engine.pages import Pages
+from gyre.engine.prefix import PrefixCache, extend_keys, root_key
+from gyre.engine.prompts import BlockScores
 
 ACTS = st.lists(
     st.tuples(st.sampled_from(["take", "give", "share", "remember", "drop", "disown"]), st.integers(0, 7)), max_size=40
@@ -116,3 +118,60 @@ def test_the_accounts_find_what_is_wrong(wrong: str) -> None:
     }[wrong]
     with pytest.raises(AssertionError):
         pages.check(lists)
+
+
+def test_the_accounts_find_another_page_cached_than_the_cache_knows() -> None:
+    pages = Pages(3)
+    held = pages.take(2)
+    pages.remember([b"a"], held[:1], version=0)
+    pages.check([held])
+    pages._cached[held] = [False, True]
+    with pytest.raises(AssertionError):
+        pages.check([held])
+
+
+def keys_of(tokens: list[int], *counts: int) -> list[bytes]:
+    """Keys of blocks of two tokens, made in as many calls as there are counts."""
+    made: list[bytes] = []
+    for count in counts:
+        extend_keys(made, root_key(1, "tenant"), np.asarray(tokens, np.int32), 2, count)
+    return made
+
+
+def test_a_key_is_of_its_own_block_and_all_before_it_and_of_nothing_behind_it() -> None:
+    tokens = list(range(8))
+    base = keys_of(tokens, 4)
+    for place in range(8):
+        changed = [*tokens[:place], 99, *tokens[place + 1 :]]
+        same = [key == other for key, other in zip(keys_of(changed, 4), base, strict=True)]
+        assert same == [block < place // 2 for block in range(4)]
+
+
+def test_keys_do_not_depend_on_how_they_were_extended() -> None:
+    tokens = list(range(9))
+    assert keys_of(tokens, 1, 3, 3, 4) == keys_of(tokens, 4) == [*keys_of(tokens, 2), *keys_of(tokens, 4)[2:]]
+
+
+def test_keys_have_128_bits() -> None:
+    assert {len(key) for key in [root_key(1, ""), *keys_of([1, 2, 3, 4], 2)]} == {16}
+
+
+def test_prompt_logprobs_are_kept_only_where_room_was_given() -> None:
+    """An entry of one token takes four bytes."""
+    one = BlockScores(
+        logprobs=np.zeros(1, np.float32), top_ids=np.zeros((1, 0), np.int32), top_logprobs=np.zeros((1, 0), np.float32)
+    )
+    for cache, room in ((PrefixCache(), 0), (Pages(1).prefix, 0), (Pages(1, score_bytes=4).prefix, 4)):
+        assert cache.scores.max_bytes == room
+        cache.scores.put(b"a", one)
+        assert len(cache.scores) == room // 4
+
+
+def test_only_a_known_page_rests_and_once() -> None:
+    cache = PrefixCache()
+    with pytest.raises(AssertionError):
+        cache.rest(1)
+    cache.remember(b"a", 1, 0)
+    cache.rest(1)
+    with pytest.raises(AssertionError):
+        cache.rest(1)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from gyre.core.records import Request, Sampling
 from gyre.engine.cycle import Cycle
+from gyre.engine.draws import draw_key
 from gyre.engine.layout import BUCKET_SLACK, BUCKET_WASTE, plan_buckets
 from gyre.engine.pages import Pages
 from gyre.engine.prefix import extend_keys, root_key
@@ -121,6 +122,18 @@ def test_priority_runs_first_and_is_preempted_last() -> None:
     _, _, events, _ = run_alone([low, high], num_pages=9, max_running=2, budget=16, prefix=False)
     preempted = [fields["request_id"] for kind, fields in events if kind == "engine.preempted"]
     assert preempted and set(preempted) == {"low"}
+
+
+@pytest.mark.parametrize("dtype", [int, np.uint8, np.int16, np.int64, np.uint64])
+def test_numbers_of_a_request_mean_the_same_whatever_their_type(dtype: type) -> None:
+    """Priority 2 comes before 1, chunks are of four tokens behind a prompt of 300, and a seed gives the same draws."""
+    numbers = {"seed": dtype(5), "chunk_tokens": dtype(4)}
+    low, high = (
+        replace(plain(name, [place] * 300, 9, priority=dtype(1 + place)), **numbers) for place, name in enumerate("ab")
+    )
+    roster, order, *_ = run_alone([low, high], num_pages=99, max_running=1, budget=512, prefix=False)
+    assert order == ["b", "a"]
+    assert int(roster.rows.key_R[0]) == draw_key(5, 0)
 
 
 def test_the_one_that_lost_least_is_preempted_among_those_of_lowest_priority() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -103,6 +103,9 @@ class Cycle:
     def add(self, request: Request, deadline_at: float | None) -> list[TokenChunk]:
         """Enter a request. Returns the answers of completions whose given beginning was whole already."""
         self._arrivals += 1
+        # Admission takes numpy's whole numbers too: they would wrap in sums, and a seed's draws go by its type.
+        seed, priority, chunk_tokens = int(request.seed), int(request.priority), int(request.chunk_tokens)
+        request = replace(request, seed=seed, priority=priority, chunk_tokens=chunk_tokens)
         sequences = requests.sequences_of(request, arrival=self._arrivals, eos_ids=self._eos_ids)
         self.roster.enqueue(sequences)
         if deadline_at is not None:

@@ -25,7 +25,7 @@ class Best:
 
 def raw_logprob(logits_NV: Tensor, tokens_N: Tensor) -> Tensor:
     """Return log softmax of each row at its token."""
-    return logits_NV.gather(-1, tokens_N[:, None])[:, 0] - logits_NV.logsumexp(dim=-1)
+    return logits_NV.gather(1, tokens_N[:, None]).squeeze(1) - logits_NV.logsumexp(dim=1)
 
 
 def order_key(values_NV: Tensor) -> Tensor:
@@ -43,12 +43,12 @@ def find_best(logits_NV: Tensor, count: int, *, rows_at_once: int) -> Best:
 
 
 def _best_of(logits_NV: Tensor, count: int) -> Best:
-    vocab_size = logits_NV.shape[-1]
+    vocab_size = logits_NV.shape[1]
     # Order and id in one number: no two are equal, so topk has one answer.
     order_NV = (order_key(logits_NV).long() << 32) + torch.arange(vocab_size - 1, -1, -1, device=logits_NV.device)
-    packed_NK = order_NV.topk(count, dim=-1).values
+    packed_NK = order_NV.topk(count, dim=1).values
     ids_NK = vocab_size - 1 - (packed_NK & 0xFFFFFFFF)
-    return Best(ids_NK=ids_NK, logprobs_NK=logits_NV.gather(-1, ids_NK) - logits_NV.logsumexp(dim=-1, keepdim=True))
+    return Best(ids_NK=ids_NK, logprobs_NK=logits_NV.gather(1, ids_NK) - logits_NV.logsumexp(dim=1, keepdim=True))
 
 
 def score_targets(
