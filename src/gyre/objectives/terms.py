@@ -15,13 +15,10 @@ from gyre.objectives.config import Estimator
 LOG_RATIO_BOUND = 20.0
 
 
-def mean_sum(values_N: Tensor, weights_N: Tensor | None = None) -> Tensor:
-    """A metric: (weighted sum, weight) as a detached float32 tensor [2]."""
+def mean_sum(values_N: Tensor) -> Tensor:
+    """A metric: (sum, count) as a detached float32 tensor [2]."""
     values_N = values_N.detach().float()
-    if weights_N is None:
-        return torch.stack([values_N.sum(), values_N.new_full((), float(values_N.numel()))])
-    weights_N = weights_N.detach().float()
-    return torch.stack([(values_N * weights_N).sum(), weights_N.sum()])
+    return torch.stack([values_N.sum(), values_N.new_full((), float(values_N.numel()))])
 
 
 def sequence_sums(values_N: Tensor, sequence_index_N: Tensor, num_sequences: int) -> Tensor:
