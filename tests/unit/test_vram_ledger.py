@@ -397,3 +397,140 @@ def test_names_match_from_the_whole_to_the_owner() -> None:
 
 def test_words_have_units() -> None:
     assert [words(size) for size in (0, 1023, 1536, 3 << 30)] == ["0 B", "1023 B", "1.50 KiB", "3.00 GiB"]
+
+
+ALL = ("device", "host", "disk")
+
+
+def on_device(name: str, size_bytes: int, *, leave=("host",), phases=("train",), **more) -> Entry:
+    tiers = ("device", *leave)
+    return Entry(name=name, size_bytes=size_bytes, tier="device", tiers=tiers, phases=phases, leave=leave, **more)
+
+
+def parked(name: str, size_bytes: int, *, tier="host", phases=("rollout",), **more) -> Entry:
+    return Entry(name=name, size_bytes=size_bytes, tier=tier, tiers=ALL, phases=phases, leave=("host", "disk"), **more)
+
+
+def ledger_of(*made: Entry, device=0, host=0, disk=0, staging=0, **options) -> Ledger:
+    budgets = Budgets(device_bytes=device, host_bytes=host, disk_bytes=disk, staging_bytes=staging)
+    return Ledger(entries=made, budgets=budgets, **options)
+
+
+def moves_of(plan: MovePlan) -> list[tuple[str, str]]:
+    return [(move.name, move.target) for move in plan.moves]
+
+
+def test_budgets_may_be_used_to_the_last_byte() -> None:
+    """On each tier in turn: what fits to the byte is planned, a byte less is refused."""
+    a, b = on_device("a", 10, leave=("disk",)), parked("b", 20)
+    exact = {"device": 20, "host": 24, "disk": 10, "staging": 4}
+    assert moves_of(plan_phase(ledger_of(a, b, **exact), "rollout")) == [("a", "disk"), ("b", "device")]
+    for tier in ("device", "host", "disk"):
+        with pytest.raises(MemoryBudgetError):
+            plan_phase(ledger_of(a, b, **{**exact, tier: exact[tier] - 1}), "rollout")
+
+
+def test_working_memory_is_room_that_is_taken() -> None:
+    ledger = ledger_of(on_device("a", 10), parked("b", 10), device=20, host=20)
+    plan = plan_phase(ledger, "rollout")
+    assert moves_of(plan) == [("b", "device")] and plan.working_bytes == 0
+    plan = plan_phase(replace(ledger, working={"rollout": 1, "train": 7}), "rollout")
+    assert moves_of(plan) == [("a", "host"), ("b", "device")] and plan.working_bytes == 1
+    assert plan_moves(ledger, {"b": "device"}).working_bytes == 0
+
+
+def test_of_those_needed_equally_late_the_larger_leaves_and_then_by_name() -> None:
+    small, large = on_device("a", 5), on_device("b", 10)
+    ledger = ledger_of(small, large, parked("c", 10), device=20, host=30)
+    assert moves_of(plan_phase(ledger, "rollout")) == [("b", "host"), ("c", "device")]
+    alike = ledger_of(on_device("y", 5), on_device("x", 5), parked("c", 15), device=20, host=30)
+    assert moves_of(plan_phase(alike, "rollout"))[0] == ("x", "host")
+    later = ledger_of(on_device("a", 5), on_device("b", 10, phases=("score",)), parked("c", 15), device=25, host=30)
+    assert moves_of(plan_phase(later, "rollout"))[0] == ("a", "host"), "train comes after score"
+
+
+def test_what_cannot_leave_takes_room_from_what_can() -> None:
+    fixed = on_device("fixed", 5, leave=())
+    assert moves_of(plan_phase(ledger_of(fixed, on_device("a", 5), device=10, host=5), "rollout")) == []
+    tight = ledger_of(fixed, on_device("a", 5), parked("b", 1), device=10, host=6)
+    assert moves_of(plan_phase(tight, "rollout")) == [("a", "host"), ("b", "device")]
+
+
+def test_what_wakes_later_waits_even_where_it_alone_would_fit() -> None:
+    """Bringing the KV cache first would make room on the host for what must leave; weights come first all the same."""
+    weights, kv = parked("weights", 8), parked("kv", 4, wake=2)
+    ledger = ledger_of(on_device("a", 5), weights, kv, device=12, host=13)
+    with pytest.raises(MemoryBudgetError, match="no order of these moves"):
+        plan_phase(ledger, "rollout")
+    alike = ledger_of(on_device("a", 5), weights, replace(kv, wake=0), device=12, host=13)
+    assert moves_of(plan_phase(alike, "rollout")) == [("kv", "device"), ("a", "host"), ("weights", "device")]
+
+
+def test_a_refused_move_says_what_waits_and_what_would_help() -> None:
+    """The host has room for one byte less than must go there."""
+    a = on_device("a", 10, leave=("host", "disk"))
+    ledger = ledger_of(a, parked("b", 6, tier="disk"), device=10, host=9, disk=6)
+    with pytest.raises(MemoryBudgetError) as refusal:
+        plan_phase(ledger, "rollout")
+    assert "a (10 B) device → host, b (6 B) disk → device" in refusal.value.message
+    assert "set memory.host_budget_bytes = 10, or" in refusal.value.hint
+
+
+def test_where_one_budget_is_not_enough_all_are_named_and_together_they_fit() -> None:
+    made = on_device("a", 10), on_device("b", 10, leave=("disk",)), parked("c", 20, tier="disk")
+    ledger = ledger_of(*made, device=20, host=0, disk=20)
+    with pytest.raises(MemoryBudgetError) as refusal:
+        plan_phase(replace(ledger, residency="phase"), "rollout")
+    named = dict(re.findall(r"memory\.(device|host|disk)_budget_bytes = (\d+)", refusal.value.hint))
+    assert named == {"host": "40", "disk": "60", "device": "60"}, "what there is, and all that moves"
+    raised = Budgets(**{f"{tier}_bytes": int(size) for tier, size in named.items()})
+    assert len(plan_phase(replace(ledger, budgets=raised, residency="phase"), "rollout").moves) == 3
+
+
+def test_pages_are_kept_where_all_that_may_be_parked_fits_beside_the_staging() -> None:
+    made = on_device("a", 6), parked("b", 4), on_device("c", 100, leave=("disk",))
+    for host, keeps in ((13, [True, True, False]), (12, [False] * 3)):
+        budgets = Budgets(device_bytes=0, host_bytes=host, disk_bytes=0, staging_bytes=3)
+        assert [entry.keeps_pages for entry in keep_pages(made, budgets, allowed=lambda entry: True)] == keeps
+    budgets = Budgets(device_bytes=0, host_bytes=13, disk_bytes=0, staging_bytes=3)
+    only = keep_pages(made, budgets, allowed=lambda entry: entry.name == "b")
+    assert [entry.keeps_pages for entry in only] == [False, True, False]
+
+
+def test_what_was_not_measured_holds_nothing() -> None:
+    ledger = ledger_of(on_device("a", 10), parked("b", 5), parked("c", 3, tier="disk"))
+    assert misfits(ledger, {}, tolerance_bytes=2) == [
+        "a holds only 0 bytes on device, the ledger says 10 (it is on tier device)",
+        "b holds only 0 bytes on host, the ledger says 5 (it is on tier host)",
+        "c holds only 0 bytes on disk, the ledger says 3 (it is on tier disk)",
+    ]
+    assert misfits(ledger, {}, tolerance_bytes=9)[1:] == [] and misfits(ledger, {}, tolerance_bytes=10) == []
+
+
+def test_a_size_is_learnt_from_the_device_alone() -> None:
+    ledger = ledger_of(on_device("a", 10), on_device("b", 10), parked("c", 5))
+    seen = {
+        "a": Usage(device_bytes=9, host_bytes=0, disk_bytes=0),
+        "c": Usage(device_bytes=1, host_bytes=5, disk_bytes=0),
+    }
+    settled = settle(ledger, seen, tolerance_bytes=10)
+    assert [entry.size_bytes for entry in settled.entries] == [9, 10, 5]
+
+
+def test_moves_by_name_leave_what_is_in_place() -> None:
+    """Out before in, and in by wake, in whatever order they were asked for."""
+    made = on_device("a", 10), parked("b", 5, wake=1), parked("c", 4), on_device("d", 3)
+    ledger = ledger_of(*made, device=30, host=30)
+    plan = plan_moves(ledger, {"d": "device", "b": "device", "c": "device", "a": "host"})
+    assert moves_of(plan) == [("a", "host"), ("c", "device"), ("b", "device")]
+    assert {move.reason for move in plan.moves} == {"asked for"} and plan.phase is None
+
+
+def test_what_was_destroyed_comes_back_to_the_device_only() -> None:
+    gone = Entry(name="kv", size_bytes=5, tier="none", tiers=("device", "host", "none"), phases=("rollout",))
+    ledger = ledger_of(gone, on_device("a", 5), device=20, host=20)
+    with pytest.raises(InputError, match="kv was destroyed and has no contents to move to 'host'"):
+        plan_moves(ledger, {"kv": "host"})
+    with pytest.raises(InputError, match=r"a may not live on tier 'disk' \(accepted: device, host\)"):
+        plan_moves(ledger, {"a": "disk"})
+    assert moves_of(plan_moves(ledger, {"kv": "device"})) == [("kv", "device")]
