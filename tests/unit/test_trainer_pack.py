@@ -116,6 +116,12 @@ def test_ranks_are_kept_in_step_by_halving_before_empty_chunks():
     assert sets(packed([9, 5], num_ranks=2, tokens_per_chunk=9)) == [[{0}], [{1}]]
 
 
+def test_halving_takes_every_other_sequence():
+    """9 fills most of a chunk, so that rank 0 needs two; the four of rank 1 are parted evenly."""
+    plan = packed([9, 2, 2, 2, 2, 2, 2, 2], num_ranks=2, tokens_per_chunk=10)
+    assert sets(plan)[1] == [{1, 5}, {2, 6}]
+
+
 def test_where_nothing_can_be_halved_a_chunk_stays_empty():
     assert sets(packed([9], num_ranks=2, tokens_per_chunk=9)) == [[{0}], [set()]]
 
