@@ -200,6 +200,24 @@ def test_budgets_may_be_used_to_the_last_byte() -> None:
             plan_phase(ledger_of(a, b, **{**exact, tier: exact[tier] - 1}), "rollout")
 
 
+def test_a_plan_says_what_is_held_at_each_point() -> None:
+    """Device to disk passes through 4 bytes of the host; in the middle of a move its bytes are at both ends."""
+    ledger = ledger_of(
+        on_device("a", 10, leave=("disk",)), parked("b", 20), device=20, host=24, disk=10, staging=4
+    )  # fmt: skip
+    held = [(p.device_bytes, p.host_bytes, p.disk_bytes) for p in plan_phase(ledger, "rollout").points]
+    assert held == [(10, 20, 0), (10, 24, 10), (0, 20, 10), (20, 20, 10), (20, 0, 10)]
+
+
+def test_the_second_choice_begins_where_the_first_moves_ended() -> None:
+    made = on_device("a", 10, leave=("host", "disk")), on_device("b", 10, leave=("host", "disk"))
+    coming = Entry(name="c", size_bytes=20, tier="none", tiers=("device", "none"), phases=("rollout",))
+    plan = plan_phase(ledger_of(*made, coming, device=20, host=10, disk=10), "rollout")
+    assert moves_of(plan) == [("a", "host"), ("b", "disk"), ("c", "device")]
+    held = [(p.device_bytes, p.host_bytes, p.disk_bytes) for p in plan.points]
+    assert held == [(20, 0, 0), (20, 10, 0), (10, 10, 0), (10, 10, 10), (0, 10, 10), (20, 10, 10), (20, 10, 10)]
+
+
 def test_working_memory_is_room_that_is_taken() -> None:
     ledger = ledger_of(on_device("a", 10), parked("b", 10), device=20, host=20)
     plan = plan_phase(ledger, "rollout")
