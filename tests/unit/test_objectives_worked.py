@@ -69,20 +69,20 @@ def test_sft_is_the_mean_over_tokens_or_over_sequences(aggregation, loss, mean, 
 # rm
 
 PAIRS = {"chosen_P": [0, 2, 4], "rejected_P": [1, 3, 5]}
-SCORES = [3.0, 1.0, 0.5, 1.5, 2.0, 2.0]  # gaps of 2, -1 and 0
+SCORES = [1.5, 1.0, 0.5, 1.5, 2.0, 2.0]  # gaps of 0.5, -1 and 0
 
 
 def test_rm_is_the_log_odds_of_the_gap():
     loss, metrics, grads = worked(RmConfig(), inputs_of([1] * 6, scores_S=SCORES, **PAIRS))
-    sigmoid = [1 / (1 + math.exp(-gap)) for gap in (2.0, -1.0, 0.0)]
+    sigmoid = [1 / (1 + math.exp(-gap)) for gap in (0.5, -1.0, 0.0)]
     assert loss == pytest.approx(-sum(math.log(p) for p in sigmoid))
     assert grads["scores_S"] == pytest.approx([g for p in sigmoid for g in (p - 1, 1 - p)])
     assert metrics == pytest.approx(
         {
             "loss": loss / 3,
             "pair_accuracy": 1 / 3,
-            "score_margin": 1 / 3,
-            "score_chosen": 5.5 / 3,
+            "score_margin": -0.5 / 3,
+            "score_chosen": 4 / 3,
             "score_rejected": 1.5,
         },
         rel=1e-6,
@@ -92,7 +92,7 @@ def test_rm_is_the_log_odds_of_the_gap():
 def test_rm_centres_the_sum_of_a_pairs_scores():
     plain = worked(RmConfig(), inputs_of([1] * 6, scores_S=SCORES, **PAIRS))[0]
     centred, metrics, _ = worked(RmConfig(center_coef=0.1), inputs_of([1] * 6, scores_S=SCORES, **PAIRS))
-    assert centred - plain == pytest.approx(0.1 * (16 + 4 + 16))
+    assert centred - plain == pytest.approx(0.1 * (6.25 + 4 + 16))
     assert metrics["loss"] == pytest.approx(centred / 3, rel=1e-6)
 
 
@@ -238,6 +238,12 @@ def test_what_the_clip_did_is_counted_where_it_took_the_gradient():
 def test_a_ratio_at_the_end_of_the_clip_is_not_clipped():
     config = plain(clip_low=0.0, clip_high=0.0)
     assert worked(config, policy_inputs([0.0, 0.0], [1.0, -1.0]))[1]["clip_fraction"] == 0.0
+
+
+def test_dual_clip_bounds_what_a_negative_advantage_costs():
+    """A ratio of 8: the loss of -0.5 would be 4.0, and 0.5 gains 0.6 as ever."""
+    loss, _, grads = worked(plain(dual_clip=3.0), policy_inputs([3 * LOG2, 3 * LOG2], [-0.5, 0.5]))
+    assert loss == pytest.approx(1.5 - 0.6) and grads["logprobs_N"] == [0.0, 0.0]
 
 
 def test_a_log_ratio_of_twenty_is_bounded():
