@@ -196,7 +196,8 @@ def test_budgets_may_be_used_to_the_last_byte() -> None:
     exact = {"device": 20, "host": 24, "disk": 10, "staging": 4}
     assert moves_of(plan_phase(ledger_of(a, b, **exact), "rollout")) == [("a", "disk"), ("b", "device")]
     for tier in ("device", "host", "disk"):
-        with pytest.raises(MemoryBudgetError):
+        refusal = "does not fit on the device" if tier == "device" else "no order of these moves"
+        with pytest.raises(MemoryBudgetError, match=refusal):
             plan_phase(ledger_of(a, b, **{**exact, tier: exact[tier] - 1}), "rollout")
 
 
@@ -262,6 +263,14 @@ def test_a_refused_move_says_what_waits_and_what_would_help() -> None:
         plan_phase(ledger, "rollout")
     assert "a (10 B) device → host, b (6 B) disk → device" in refusal.value.message
     assert "set memory.host_budget_bytes = 10, or" in refusal.value.hint
+
+
+def test_the_budget_that_helps_is_named_whichever_it_is() -> None:
+    """No host is large enough for what may go to disk only."""
+    ledger = ledger_of(on_device("a", 10, leave=("disk",)), parked("b", 6), device=10, host=6, disk=9)
+    with pytest.raises(MemoryBudgetError) as refusal:
+        plan_phase(ledger, "rollout")
+    assert "set memory.disk_budget_bytes = 10, or" in refusal.value.hint
 
 
 def test_where_one_budget_is_not_enough_all_are_named_and_together_they_fit() -> None:
