@@ -246,6 +246,15 @@ def test_dual_clip_bounds_what_a_negative_advantage_costs():
     assert loss == pytest.approx(1.5 - 0.6) and grads["logprobs_N"] == [0.0, 0.0]
 
 
+def test_one_ratio_for_a_sequence_is_the_geometric_mean_and_each_token_learns_from_it():
+    inputs = policy_inputs([0.2, -0.1, 0.1], [1.0, 1.0, -1.0], [2, 1])
+    loss, metrics, grads = worked(plain(ratio="sequence"), inputs)
+    first, second = math.exp(0.05), math.exp(0.1)
+    assert loss == pytest.approx(-2 * first + second)
+    assert grads["logprobs_N"] == pytest.approx([-first, -first, second])
+    assert metrics["ratio"] == pytest.approx((2 * first + second) / 3)
+
+
 def test_a_log_ratio_of_twenty_is_bounded():
     metrics = worked(plain(), policy_inputs([20.0, -20.0, 19.0, -19.0, -21.0], [-1.0] * 5))[1]
     assert metrics["ratio_bounded_fraction"] == pytest.approx(3 / 5)
