@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 
 from gyre.core.records import Evaluation, Group, Prompt, Rollout, Sampling, Score, ScorePart
 from gyre.loop.accuracy import AccuracyMetric
-from gyre.loop.assemble import Passes, add_part, assemble, bare_batch, num_unscored, reward_metrics
+from gyre.loop.assemble import (
+    Passes,
+    add_part,
+    assemble,
+    bare_batch,
+    num_unscored,
+    refill_metrics,
+    reward_error,
+    reward_metrics,
+)
+from gyre.loop.refill import Sampled
 from gyre.objectives.api import denominator
 from gyre.objectives.config import DpoConfig, GrpoConfig, PpoConfig
 
@@ -346,3 +356,64 @@ def test_stale_tokens_are_those_that_an_older_policy_chose():
     versions[-5:] = 4
     continued = replace(new, rollouts=(replace(new.rollouts[0], versions=versions),))
     assert reward_metrics([old, continued], None)["stale_tokens_share"] == pytest.approx(5 / 10)
+
+
+def test_the_error_of_the_mean_reward_counts_each_prompt_once():
+    """Prompt means 0.5, 1.0 and 0.0, of deviation 0.5: the error is 0.5 / sqrt(3), whatever the number of siblings."""
+    groups = [group("a", [1.0, 0.0, 0.5, 0.5]), group("b", [1.0]), group("c", [0.0, 0.0])]
+    assert reward_error(groups) == pytest.approx(0.5 / 3**0.5)
+    assert reward_error(groups[:1]) is None
+    nobody = group("d", [9.0, 9.0], outcome="timeout")
+    assert reward_error([*groups, nobody]) == reward_error(groups), (
+        "a prompt that nothing could score is no observation"
+    )
+    half = with_outcomes([1.0, 9.0], ["ok", "error"], "e")
+    assert reward_error([half, group("b", [0.0])]) == pytest.approx(0.5), "means 1 and 0"
+
+
+def test_what_dynamic_sampling_cost():
+    """10 groups were sampled: 4 dropped on the way, 1 by the batch; so 5 are kept, each for the price of two."""
+    sampled = Sampled(
+        groups=[], dropped=frozenset("abcd"), refills=2, num_refilled=6, num_missing=0, windows=[]
+    )  # fmt: skip
+    spread = [group(name, [0.0, 1.0]) for name in "klmno"]
+    made = assemble(GrpoConfig(variant="dapo"), [*spread, group("p", [1.0, 1.0])], Passes(), step=1)
+    dapo = GrpoConfig(variant="dapo")
+    assert refill_metrics(dapo, sampled, made, 10) == {
+        "equal_groups_share": 0.5,
+        "refilled_prompts": 6.0,
+        "sampled_per_kept": 2.0,
+    }
+    assert refill_metrics(dapo, sampled, made, 5) == {"equal_groups_share": 1.0, "refilled_prompts": 6.0}
+    assert refill_metrics(dapo, sampled, made, 0) == {}
+    assert refill_metrics(GrpoConfig(), sampled, made, 10) == {}, "nothing is dropped: there is no price"
+
+
+def test_each_objective_counts_only_what_it_leaves_out():
+    groups = [group("a", [1.0, 0.0]), group("b", [0.5, 0.5])]
+    pairs = assemble(DpoConfig(pairs="online"), groups, Passes(), step=1)
+    assert [s.scalars["chosen"] for s in pairs.batch.sequences] == [1.0, 0.0]
+    assert (pairs.num_equal_groups, pairs.num_groups_without_pair) == (1, 1)
+    assert (pairs.num_dropped_groups, pairs.num_truncated) == (0, 0)
+    assert pairs.metrics == {"equal_groups_share": 0.5}
+    assert assemble(GrpoConfig(), groups, Passes(), step=1).num_groups_without_pair == 0
+
+
+def test_completions_without_a_token_have_no_kl():
+    groups = [group("a", [1.0, 0.0], [0, 0])]
+    none = tuple(np.zeros(2, np.float32) for _ in range(2))
+    passes = Passes(
+        policy=Evaluation(which="policy", per_token=none), reference=Evaluation(which="reference", per_token=none)
+    )
+    made = assemble(GrpoConfig(variant="reinforce_pp", kl_coef=0.1), groups, passes, step=1)
+    assert made.metrics == {"equal_groups_share": 0.0}
+
+
+def test_a_return_is_never_bootstrapped_from_nothing():
+    """A critic that gave no value after the last token would make the end of a cut-off completion worth 0."""
+    groups = cut_off([group("a", [0.25])], "a.0")
+    config = PpoConfig(bootstrap_truncated=True)
+    per_token = values_of(groups, 0.0, 0.8).critic.per_token
+    for passes in (Passes(), Passes(critic=Evaluation(which="critic", per_token=per_token))):
+        with pytest.raises(AssertionError, match="bootstrapping needs a critic"):
+            assemble(config, groups, passes, step=1)

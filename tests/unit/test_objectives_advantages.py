@@ -201,3 +201,58 @@ def test_online_pairs_are_best_with_worst():
     assert rank_pairs(config.model_copy(update={"pairs_per_group": 9, "min_reward_gap": 0.9}), rewards) == [(1, 2)]
     assert rank_pairs(config, np.array([0.5, 0.5])) == []
     assert rank_pairs(config, np.array([0.5])) == []
+
+
+def one(score: float, length: int = 1, group: str = "g", **more) -> Sample:
+    return Sample(group_id=group, score=score, num_tokens=length, **more)
+
+
+def test_a_kl_in_the_loss_takes_nothing_from_the_reward():
+    """No log-probs are asked for, and no KL of the reward is reported."""
+    made = estimate(config_of("rloo", kl_coef=0.1, kl_in="loss"), [one(1.0), one(0.0)])
+    assert [a.tolist() for a in made.advantages] == [[1.0], [-1.0]]
+    assert made.kls is None and made.kls_bounded is None
+
+
+def test_a_kl_of_exactly_the_bound_is_not_counted_as_bounded():
+    logprobs, reference = np.array([-1.0, -1.0, -1.0]), np.array([-1.25, -1.5, -0.75])
+    sample = one(1.0, 3, logprobs_C=logprobs, reference_logprobs_C=reference)
+    config = config_of("reinforce_pp", kl_coef=0.1, kl_clamp=0.25)
+    assert estimate(config, [sample]).kls_bounded == (1,)
+
+
+def test_a_kl_is_unbounded_where_no_bound_is_asked_for():
+    assert kl_numpy("k1", np.array([-1.0, -1.0]), np.array([-30.0, 20.0])).tolist() == [29.0, -21.0]
+
+
+def test_an_empty_group_teaches_nothing():
+    assert equal_groups([np.array([]), np.array([0.0, 1.0]), np.array([2.0])]) == [0, 2]
+
+
+def test_one_token_alone_is_whitened_to_zero():
+    (only,) = estimate(config_of("reinforce_pp"), [one(3.0)]).advantages
+    assert only.tolist() == [0.0]
+
+
+def test_what_is_left_out_of_the_loss_counts_in_no_statistic():
+    """Trained on: 1 and 3, of mean 2 and deviation 1; the sample that is left out is measured by the same."""
+    made = estimate(config_of("reinforce_pp"), [one(1.0), one(3.0), one(7.0, in_loss=False)])
+    assert [a[0] for a in made.advantages] == pytest.approx([-1.0, 1.0, 5.0], abs=1e-5)
+    none = estimate(config_of("reinforce_pp"), [one(1.0, in_loss=False), one(3.0, in_loss=False)])
+    assert [a[0] for a in none.advantages] == [1.0, 3.0], "nothing is trained on: there is nothing to divide by"
+
+
+def test_without_a_baseline_a_sample_alone_keeps_its_reward():
+    alone, pair = advantages(GrpoConfig(baseline="none"), [np.array([0.5]), np.array([1.0, 0.0])])
+    assert alone.tolist() == [0.5]
+    assert pair.tolist() == pytest.approx([math.sqrt(2.0), 0.0], rel=1e-5)
+
+
+def test_a_spread_of_the_size_of_a_rounding_is_not_blown_up():
+    """Deviations of 1e-6 count half: what they are divided by is never below 1e-6."""
+    close = [one(0.0), one(2e-6)]
+    whitened = estimate(config_of("reinforce_pp"), close).advantages
+    assert [a[0] for a in whitened] == pytest.approx([-0.5, 0.5])
+    grouped = estimate(config_of("grpo"), close).advantages
+    half = 0.5**0.5 * 2e-6  # the deviation with G - 1 is sqrt(2) 1e-6
+    assert [a[0] for a in grouped] == pytest.approx([-1e-6 / (half + 1e-6), 1e-6 / (half + 1e-6)])

@@ -45,6 +45,112 @@ def test_the_kind_alone_is_enough(kind):
 
 
 @pytest.mark.parametrize(
+    ("variant", "low", "high"),
+    [
+        ("grpo", 0.2, 0.2),
+        ("dapo", 0.2, 0.28),
+        ("dr_grpo", 0.2, 0.2),
+        ("gspo", 3e-4, 4e-4),
+        ("rloo", 0.2, 0.2),
+        ("reinforce_pp", 0.2, 0.2),
+        ("cispo", 1.0, 4.0),
+    ],
+)
+def test_each_variant_clips_where_its_paper_does(variant, low, high):
+    config = GrpoConfig(variant=variant, fixed_length_tokens=8)
+    assert (config.clip_low, config.clip_high) == (low, high)
+
+
+def test_what_is_not_set():
+    """The defaults that a run is made with."""
+    rm, dpo, grpo, ppo = RmConfig(), DpoConfig(), GrpoConfig(), PpoConfig()
+    assert rm.center_coef == dpo.label_smoothing == dpo.sft_coef == dpo.min_reward_gap == 0.0
+    assert (dpo.beta, dpo.pairs_per_group, dpo.average_logprobs) == (0.1, 1, False)
+    for config in (grpo, ppo):
+        assert config.dual_clip == config.kl_coef == config.entropy_coef == 0.0
+        assert (config.tis_cap, config.rejection_band, config.fixed_length_tokens) == (2.0, (0.5, 2.0), 0)
+        assert not config.kl_ratio_weighted and not config.mask_truncated
+    assert (ppo.clip_low, ppo.clip_high) == (0.2, 0.2), "no variant fills these"
+    assert (ppo.gamma, ppo.lam, ppo.value_clip, ppo.vf_coef) == (1.0, 0.95, 0.2, 0.5)
+    assert ppo.whiten and not ppo.bootstrap_truncated
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "accepted", "refused"),
+    [
+        ("rm", "center_coef", [0.0], [-0.01]),
+        ("dpo", "beta", [0.01], [0.0]),
+        ("dpo", "label_smoothing", [0.0, 0.49], [-0.01, 0.5]),
+        ("dpo", "sft_coef", [0.0], [-0.01]),
+        ("dpo", "pairs_per_group", [1], [0]),
+        ("dpo", "min_reward_gap", [0.0], [-0.01]),
+        ("ppo", "clip_low", [0.0, 1.0], [-0.01, 1.01]),
+        ("ppo", "clip_high", [0.0, 5.0], [-0.01]),
+        ("ppo", "dual_clip", [0.0, 1.01], [-0.01, 1.0]),
+        ("ppo", "tis_cap", [0.0, 0.5], [-0.01]),
+        ("ppo", "fixed_length_tokens", [0], [-1]),
+        ("ppo", "kl_coef", [0.0], [-0.01]),
+        ("ppo", "kl_clamp", [0.0], [-0.01]),
+        ("ppo", "entropy_coef", [0.0], [-0.01]),
+        ("ppo", "gamma", [0.01, 1.0], [0.0, 1.01]),
+        ("ppo", "lam", [0.0, 1.0], [-0.01, 1.01]),
+        ("ppo", "value_clip", [0.0], [-0.01]),
+        ("ppo", "vf_coef", [0.0], [-0.01]),
+    ],
+)
+def test_a_value_may_be_as_large_and_as_small_as_it_makes_sense(kind, key, accepted, refused):
+    for value in accepted:
+        assert getattr(UNION.validate_python({"kind": kind, key: value}), key) == value
+    for value in refused:
+        with pytest.raises(ValidationError, match=key):
+            UNION.validate_python({"kind": kind, key: value})
+
+
+@pytest.mark.parametrize("band", [(0.0, 3.0), (0.0, 1.0), (1.0, 2.0), (0.5, 5.0)])
+def test_a_band_may_end_at_one(band):
+    assert GrpoConfig(rejection_level="token", rejection_band=band).rejection_band == band
+
+
+@pytest.mark.parametrize("band", [(-0.01, 2.0), (1.01, 2.0), (0.5, 0.99), (1.0, 1.0)])
+def test_a_band_that_keeps_no_agreement_is_refused(band):
+    with pytest.raises(ValidationError, match="need 0 <= low <= 1 <= high and low < high"):
+        GrpoConfig(rejection_level="token", rejection_band=band)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"aggregation": "fixed_length", "fixed_length_tokens": 1},
+        {"kl_estimator": "k1"},  # no KL
+        {"kl_estimator": "k1", "kl_in": "reward", "kl_coef": 0.1},
+        {"kl_estimator": "k3", "kl_in": "loss", "kl_coef": 0.1},
+        {"kl_estimator": "k3", "kl_in": "reward", "kl_coef": 0.1},
+        {"kl_estimator": "k3_plus", "kl_in": "loss", "kl_coef": 0.1},
+        {"kl_ratio_weighted": True, "kl_coef": 0.1},
+        {"importance_level": "sequence", "tis_cap": 0.5},
+        {"tis_cap": 0.0, "ratio_base": "engine"},
+        {"surrogate": "cispo"},
+        {"dual_clip": 3.0},
+    ],
+)
+def test_what_goes_together_is_accepted(values):
+    config = UNION.validate_python({"kind": "grpo", **values})
+    assert {key: getattr(config, key) for key in values} == values
+
+
+def test_dpo_may_be_smoothed_and_ipo_need_not_be():
+    assert DpoConfig(label_smoothing=0.1).label_smoothing == 0.1 and DpoConfig(loss="ipo").loss == "ipo"
+
+
+def test_a_kl_coefficient_of_zero_asks_for_no_passes():
+    off, on = GrpoConfig(kl_in="reward"), GrpoConfig(kl_in="reward", kl_coef=0.04)
+    assert not needs_reference(off) and not needs_policy_logprobs(off)
+    assert needs_reference(on) and needs_policy_logprobs(on)
+    assert "reference_logprobs" not in required_columns(off) | required_columns(on)
+    assert not {"values", "returns"} & required_columns(off)
+
+
+@pytest.mark.parametrize(
     ("values", "says"),
     [
         ({"kind": "grop"}, "grpo"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -75,3 +76,72 @@ def test_known_best_fit():
     """7, 6, 5, 4, 3 into 10: best fit closes 7 + 3 and 6 + 4."""
     plan = pack(make_atoms([7, 6, 5, 4, 3], [-1] * 5), num_ranks=1, tokens_per_chunk=10)
     assert [set(chunk) for chunk in plan.ranks[0]] == [{0, 4}, {1, 3}, {2}]
+
+
+def sets(plan) -> list[list[set[int]]]:
+    return [[set(chunk) for chunk in chunks] for chunks in plan.ranks]
+
+
+def packed(lengths: list[int], *, num_ranks: int = 1, tokens_per_chunk: int = 100):
+    return pack(make_atoms(lengths, [-1] * len(lengths)), num_ranks=num_ranks, tokens_per_chunk=tokens_per_chunk)
+
+
+def test_pairs_count_from_zero_and_what_has_no_pair_is_alone():
+    atoms = make_atoms([3, 4, 5, 6, 7], [-1, 0, -1, 0, 1])
+    assert [atom.members for atom in atoms] == [(0,), (1, 3), (2,), (4,)]
+    assert [atom.num_tokens for atom in atoms] == [3, 10, 5, 7]
+
+
+def test_a_batch_with_room_for_all_keeps_its_order():
+    atoms = make_atoms([1] * 12, [-1] * 12)
+    for room in (0, 12, 13):
+        assert split_updates(atoms, room, seed=3) == (atoms,)
+    assert len(split_updates(atoms, 11, seed=3)) == 2
+
+
+def test_dealing_goes_there_and_back():
+    plan = packed([90, 80, 70, 60, 50, 40, 30, 20, 10], num_ranks=2, tokens_per_chunk=1000)
+    assert sets(plan) == [[{0, 3, 4, 7, 8}], [{1, 2, 5, 6}]]
+    plan = packed([90, 80, 70, 60, 50, 40, 30, 20, 10], num_ranks=3, tokens_per_chunk=1000)
+    assert sets(plan) == [[{0, 5, 6}], [{1, 4, 7}], [{2, 3, 8}]]
+
+
+def test_the_last_token_of_room_is_used():
+    assert sets(packed([9, 1], tokens_per_chunk=10)) == [[{0, 1}]]
+
+
+def test_ranks_are_kept_in_step_by_halving_before_empty_chunks():
+    """Rank 0 gets 9, 4 and 2 and needs two chunks; rank 1 gets 5 and 4, which fit one: it is halved."""
+    assert sets(packed([9, 5, 4, 4, 2], num_ranks=2, tokens_per_chunk=9)) == [[{0}, {3, 4}], [{1}, {2}]]
+    assert sets(packed([9, 5], num_ranks=2, tokens_per_chunk=9)) == [[{0}], [{1}]]
+
+
+def test_halving_takes_every_other_sequence():
+    """9 fills most of a chunk, so that rank 0 needs two; the four of rank 1 are parted evenly."""
+    plan = packed([9, 2, 2, 2, 2, 2, 2, 2], num_ranks=2, tokens_per_chunk=10)
+    assert sets(plan)[1] == [{1, 5}, {2, 6}]
+
+
+def test_where_nothing_can_be_halved_a_chunk_stays_empty():
+    assert sets(packed([9], num_ranks=2, tokens_per_chunk=9)) == [[{0}], [set()]]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "halved"),
+    [
+        ([10, 10, 6, 6, 6, 3], [{1}, {2}, {5}]),  # 10 is the largest chunk and one sequence
+        ([7, 7, 6, 6, 6, 4, 2, 2], [{1, 6}, {2}, {5}]),  # 7 + 2 stays, 6 + 4 is halved
+        ([6, 6, 6, 6, 6, 4, 4, 4], [{1}, {2, 6}, {5}]),  # of two equal ones the first
+    ],
+)
+def test_the_largest_chunk_of_several_sequences_is_halved(lengths, halved):
+    """Rank 0 needs three chunks of 10 tokens, rank 1 would do with two."""
+    first, second = sets(packed(lengths, num_ranks=2, tokens_per_chunk=10))
+    assert len(first) == 3 and second == halved
+
+
+def test_no_rank_and_no_room_are_refused():
+    with pytest.raises(AssertionError):
+        packed([1], num_ranks=0)
+    with pytest.raises(AssertionError):
+        packed([1], tokens_per_chunk=0)

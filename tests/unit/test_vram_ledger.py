@@ -1,5 +1,5 @@
-"""Ledger decisions under Hypothesis: a plan that is given fits at every point, moves nothing in vain and brings what
-the phase needs; a refusal is right, and the setting that it names is the nearest one that fits."""
+"""Ledger decisions on a few components: which move, in which order, to the last byte; and the words of a refusal. Under
+Hypothesis: test_vram_ledger_properties."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 
 from gyre.core.errors import InputError, MemoryBudgetError
 from gyre.core.records import Usage
@@ -16,234 +14,6 @@ from gyre.vram.entries import Budgets, Entry, Ledger, MovePlan
 from gyre.vram.ledger import apply_plan, keep_pages, misfits, plan_moves, plan_phase, settle
 from gyre.vram.phases import RING, default_needs, match_name, next_use
 from gyre.vram.refusals import words
-
-PHASES = ("idle", *RING)
-KEEPING = (("host", "disk"), ("disk", "host"), ("host",), ("disk",), ("none",), ())
-
-
-@st.composite
-def entries(draw, *, max_size: int = 7) -> tuple[Entry, ...]:
-    count = draw(st.integers(1, max_size))
-    made = []
-    for index in range(count):
-        leave = draw(st.sampled_from(KEEPING))
-        tiers = ("device", *leave)
-        size, tier, keeps = draw(st.integers(0, 40)), draw(st.sampled_from(tiers)), draw(st.booleans())
-        made.append(
-            Entry(
-                name=f"c{index}",
-                size_bytes=size,
-                tier=tier,
-                keeps_pages=keeps,
-                kept_bytes=size if keeps and tier == "device" and draw(st.booleans()) else 0,
-                tiers=tiers,
-                phases=tuple(draw(st.sets(st.sampled_from(RING), max_size=4))),
-                leave=leave,
-                wake=draw(st.integers(0, 3)),
-            )
-        )
-    return tuple(made)
-
-
-@st.composite
-def ledgers(draw, *, tight: bool = True) -> Ledger:
-    made = draw(entries())
-    top = 150 if tight else 10_000
-    low = 0 if tight else 10_000
-    return Ledger(
-        entries=made,
-        budgets=Budgets(
-            device_bytes=draw(st.integers(0, 200)),
-            host_bytes=draw(st.integers(low, top)),
-            disk_bytes=draw(st.integers(low, top)),
-            staging_bytes=draw(st.integers(0, 5)) if tight else 0,
-        ),
-        residency=draw(st.sampled_from(["resident", "spill", "phase"])),
-        working=draw(st.dictionaries(st.sampled_from(RING), st.integers(0, 60))),
-    )
-
-
-def starts_legal(ledger: Ledger) -> bool:
-    now = ledger.usage()
-    budgets = ledger.budgets
-    return (
-        now.device_bytes <= budgets.device_bytes
-        and now.host_bytes <= budgets.host_bytes
-        and now.disk_bytes <= budgets.disk_bytes
-    )
-
-
-def replay(ledger: Ledger, plan: MovePlan) -> list[tuple[int, int, int]]:
-    """Bytes by tier in the middle and at the end of each move, counted anew and not taken from the plan."""
-    where = {entry.name: {entry.tier} for entry in ledger.entries}
-    size = {entry.name: entry.size_bytes for entry in ledger.entries}
-    keeps = {entry.name for entry in ledger.entries if entry.keeps_pages}
-    for entry in ledger.entries:
-        if entry.kept_bytes:
-            where[entry.name] = {"device", "host"}
-    seen = []
-    for move in plan.moves:
-        assert move.source in where[move.name]
-        stays = move.name in keeps and (move.source, move.target) == ("host", "device")
-        after = {"device", "host"} if stays else {move.target}
-        for places in (where[move.name] | {move.target}, after):
-            where[move.name] = places
-            totals = {tier: sum(size[n] for n in where if tier in where[n]) for tier in ("device", "host", "disk")}
-            if places != after and {move.source, move.target} == {"device", "disk"}:
-                totals["host"] += min(move.size_bytes, ledger.budgets.staging_bytes)
-            seen.append((totals["device"], totals["host"], totals["disk"]))
-    return seen
-
-
-def check_plan(ledger: Ledger, plan: MovePlan) -> None:
-    budgets = ledger.budgets
-    seen = replay(ledger, plan)
-    assert seen == [(p.device_bytes, p.host_bytes, p.disk_bytes) for p in plan.points[1:]]
-    for device, host, disk in seen:
-        assert device <= budgets.device_bytes
-        assert host <= budgets.host_bytes
-        assert disk <= budgets.disk_bytes
-    names = [move.name for move in plan.moves]
-    assert len(names) == len(set(names)), "a component moves once"
-    for move in plan.moves:
-        entry = ledger.entry(move.name)
-        assert move.source == entry.tier != move.target
-        assert move.target in entry.tiers
-        assert move.source != "none" or move.target == "device"
-
-
-@settings(max_examples=150, deadline=None)
-@given(ledger=ledgers(), phase=st.sampled_from(PHASES))
-def test_a_plan_fits_at_every_point_and_moves_nothing_in_vain(ledger: Ledger, phase) -> None:
-    try:
-        plan = plan_phase(ledger, phase)
-    except MemoryBudgetError:
-        return
-    check_plan(ledger, plan)
-    after = apply_plan(ledger, plan)
-    assert all(entry.tier == "device" for entry in after.entries if phase in entry.phases)
-    used = after.usage().device_bytes + ledger.working.get(phase, 0)
-    assert used <= ledger.budgets.device_bytes
-    assert plan.peak_device_bytes <= ledger.budgets.device_bytes
-    gone = [ledger.entry(move.name) for move in plan.moves if move.target != "device"]
-    assert all(entry.tier == "device" and phase not in entry.phases for entry in gone)
-    if ledger.residency == "resident":
-        assert not gone
-    if ledger.residency == "spill":  # each that left had to: with any one of them back it would not fit
-        assert all(used + entry.size_bytes > ledger.budgets.device_bytes for entry in gone)
-    if ledger.residency == "phase":
-        stays = [entry for entry in after.entries if entry.tier == "device" and phase not in entry.phases]
-        assert all(not entry.leave for entry in stays)
-    assert plan_phase(after, phase).moves == (), "entering again moves nothing"
-
-
-@settings(max_examples=120, deadline=None)
-@given(ledger=ledgers(tight=False), phase=st.sampled_from(PHASES))
-def test_with_room_elsewhere_only_a_true_shortage_is_refused(ledger: Ledger, phase) -> None:
-    assume(starts_legal(ledger))
-    must = sum(
-        entry.size_bytes
-        for entry in ledger.entries
-        if phase in entry.phases or (entry.tier == "device" and (not entry.leave or ledger.residency == "resident"))
-    )
-    fits = must + ledger.working.get(phase, 0) <= ledger.budgets.device_bytes
-    if fits:
-        plan_phase(ledger, phase)
-    else:
-        with pytest.raises(MemoryBudgetError, match=f"phase {phase} does not fit"):
-            plan_phase(ledger, phase)
-
-
-@settings(max_examples=120, deadline=None)
-@given(ledger=ledgers(), phase=st.sampled_from(PHASES))
-def test_the_named_setting_is_the_nearest_that_fits(ledger: Ledger, phase) -> None:
-    assume(starts_legal(ledger))
-    try:
-        plan_phase(ledger, phase)
-        return
-    except MemoryBudgetError as error:
-        assert any(entry.name in error.message for entry in ledger.entries) or "no components" in error.message
-        named = re.findall(r"memory\.(device|host|disk)_budget_bytes (?:=|to at least) (\d+)", error.hint)
-        device_only = "does not fit on the device" in error.message
-    assume(len(named) == 1)
-    key, value = f"{named[0][0]}_bytes", int(named[0][1])
-
-    def outcome(size: int) -> str:
-        try:
-            plan_phase(replace(ledger, budgets=replace(ledger.budgets, **{key: size})), phase)
-        except MemoryBudgetError as error:
-            return "device" if "does not fit on the device" in error.message else "moves"
-        return "fits"
-
-    if device_only:
-        assert outcome(value) in ("fits", "moves")  # the device is large enough; the host may still be too small
-        assert outcome(value - 1) == "device"
-    else:
-        assert outcome(value) == "fits"
-        assert outcome(value - 1) != "fits"
-
-
-@settings(max_examples=80, deadline=None)
-@given(ledger=ledgers(tight=False), phases=st.lists(st.sampled_from(RING), min_size=1, max_size=6))
-def test_the_ring_turns_without_losing_anyone(ledger: Ledger, phases: list) -> None:
-    start = ledger
-    for phase in phases:
-        try:
-            plan = plan_phase(ledger, phase)
-        except MemoryBudgetError:
-            return
-        check_plan(ledger, plan)
-        ledger = apply_plan(ledger, plan)
-    assert [(e.name, e.size_bytes) for e in ledger.entries] == [(e.name, e.size_bytes) for e in start.entries]
-    assert sum(e.size_bytes + e.kept_bytes for e in ledger.entries if e.tier != "none") == sum(
-        (ledger.usage().device_bytes, ledger.usage().host_bytes, ledger.usage().disk_bytes)
-    )
-
-
-@settings(max_examples=120, deadline=None)
-@given(ledger=ledgers(), phases=st.lists(st.sampled_from(RING), min_size=1, max_size=8))
-def test_kept_pages_are_in_nobody_s_way(ledger: Ledger, phases: list) -> None:
-    """With and without them the same moves are made, or the same phase is refused; and they stay in the host budget."""
-
-    def run(marked: bool) -> list:
-        bare = tuple(replace(entry, keeps_pages=False, kept_bytes=0) for entry in ledger.entries)
-        kept = keep_pages(bare, ledger.budgets, allowed=lambda entry: marked)
-        assert not marked or all(entry.keeps_pages == ("host" in entry.leave) for entry in kept) or not fits(bare)
-        at, told = replace(ledger, entries=kept), []
-        for phase in phases:
-            try:
-                plan = plan_phase(at, phase)
-            except MemoryBudgetError:
-                return [*told, "refused"]
-            assert plan.peak_host_bytes <= ledger.budgets.host_bytes
-            at = apply_plan(at, plan)
-            assert all(entry.kept_bytes == 0 or entry.tier == "device" for entry in at.entries)
-            told.append(plan.moves)
-        return told
-
-    def fits(entries: tuple[Entry, ...]) -> bool:
-        parked = sum(entry.size_bytes for entry in entries if "host" in (entry.tier, *entry.leave))
-        return parked + ledger.budgets.staging_bytes <= ledger.budgets.host_bytes
-
-    assert run(True) == run(False)
-
-
-@settings(max_examples=80, deadline=None)
-@given(ledger=ledgers(), data=st.data())
-def test_moves_by_name_are_legal_or_refused(ledger: Ledger, data) -> None:
-    chosen = data.draw(st.sets(st.sampled_from([entry.name for entry in ledger.entries])))
-    targets = {name: data.draw(st.sampled_from(["device", "host", "disk", "none"])) for name in sorted(chosen)}
-    try:
-        plan = plan_moves(ledger, targets)
-    except MemoryBudgetError:
-        return
-    except InputError:
-        bad = [ledger.entry(name) for name, tier in targets.items() if ledger.entry(name).tier != tier]
-        assert any(targets[e.name] not in e.tiers or (e.tier == "none" and targets[e.name] != "device") for e in bad)
-        return
-    check_plan(ledger, plan)
-    after = apply_plan(ledger, plan)
-    assert {entry.name: entry.tier for entry in after.entries if entry.name in targets} == targets
 
 
 def colocated(*, device_bytes: int, host_bytes: int = 10_000, shared: bool = False, **options) -> Ledger:
@@ -397,3 +167,167 @@ def test_names_match_from_the_whole_to_the_owner() -> None:
 
 def test_words_have_units() -> None:
     assert [words(size) for size in (0, 1023, 1536, 3 << 30)] == ["0 B", "1023 B", "1.50 KiB", "3.00 GiB"]
+
+
+ALL = ("device", "host", "disk")
+
+
+def on_device(name: str, size_bytes: int, *, leave=("host",), phases=("train",), **more) -> Entry:
+    tiers = ("device", *leave)
+    return Entry(name=name, size_bytes=size_bytes, tier="device", tiers=tiers, phases=phases, leave=leave, **more)
+
+
+def parked(name: str, size_bytes: int, *, tier="host", phases=("rollout",), **more) -> Entry:
+    return Entry(name=name, size_bytes=size_bytes, tier=tier, tiers=ALL, phases=phases, leave=("host", "disk"), **more)
+
+
+def ledger_of(*made: Entry, device=0, host=0, disk=0, staging=0, **options) -> Ledger:
+    budgets = Budgets(device_bytes=device, host_bytes=host, disk_bytes=disk, staging_bytes=staging)
+    return Ledger(entries=made, budgets=budgets, **options)
+
+
+def moves_of(plan: MovePlan) -> list[tuple[str, str]]:
+    return [(move.name, move.target) for move in plan.moves]
+
+
+def test_budgets_may_be_used_to_the_last_byte() -> None:
+    """On each tier in turn: what fits to the byte is planned, a byte less is refused."""
+    a, b = on_device("a", 10, leave=("disk",)), parked("b", 20)
+    exact = {"device": 20, "host": 24, "disk": 10, "staging": 4}
+    assert moves_of(plan_phase(ledger_of(a, b, **exact), "rollout")) == [("a", "disk"), ("b", "device")]
+    for tier in ("device", "host", "disk"):
+        refusal = "does not fit on the device" if tier == "device" else "no order of these moves"
+        with pytest.raises(MemoryBudgetError, match=refusal):
+            plan_phase(ledger_of(a, b, **{**exact, tier: exact[tier] - 1}), "rollout")
+
+
+def test_a_plan_says_what_is_held_at_each_point() -> None:
+    """Device to disk passes through 4 bytes of the host; in the middle of a move its bytes are at both ends."""
+    ledger = ledger_of(
+        on_device("a", 10, leave=("disk",)), parked("b", 20), device=20, host=24, disk=10, staging=4
+    )  # fmt: skip
+    held = [(p.device_bytes, p.host_bytes, p.disk_bytes) for p in plan_phase(ledger, "rollout").points]
+    assert held == [(10, 20, 0), (10, 24, 10), (0, 20, 10), (20, 20, 10), (20, 0, 10)]
+
+
+def test_the_second_choice_begins_where_the_first_moves_ended() -> None:
+    made = on_device("a", 10, leave=("host", "disk")), on_device("b", 10, leave=("host", "disk"))
+    coming = Entry(name="c", size_bytes=20, tier="none", tiers=("device", "none"), phases=("rollout",))
+    plan = plan_phase(ledger_of(*made, coming, device=20, host=10, disk=10), "rollout")
+    assert moves_of(plan) == [("a", "host"), ("b", "disk"), ("c", "device")]
+    held = [(p.device_bytes, p.host_bytes, p.disk_bytes) for p in plan.points]
+    assert held == [(20, 0, 0), (20, 10, 0), (10, 10, 0), (10, 10, 10), (0, 10, 10), (20, 10, 10), (20, 10, 10)]
+
+
+def test_working_memory_is_room_that_is_taken() -> None:
+    ledger = ledger_of(on_device("a", 10), parked("b", 10), device=20, host=20)
+    plan = plan_phase(ledger, "rollout")
+    assert moves_of(plan) == [("b", "device")] and plan.working_bytes == 0
+    plan = plan_phase(replace(ledger, working={"rollout": 1, "train": 7}), "rollout")
+    assert moves_of(plan) == [("a", "host"), ("b", "device")] and plan.working_bytes == 1
+    assert plan_moves(ledger, {"b": "device"}).working_bytes == 0
+
+
+def test_of_those_needed_equally_late_the_larger_leaves_and_then_by_name() -> None:
+    small, large = on_device("a", 5), on_device("b", 10)
+    ledger = ledger_of(small, large, parked("c", 10), device=20, host=30)
+    assert moves_of(plan_phase(ledger, "rollout")) == [("b", "host"), ("c", "device")]
+    alike = ledger_of(on_device("y", 5), on_device("x", 5), parked("c", 15), device=20, host=30)
+    assert moves_of(plan_phase(alike, "rollout"))[0] == ("x", "host")
+    later = ledger_of(on_device("a", 5), on_device("b", 10, phases=("score",)), parked("c", 15), device=25, host=30)
+    assert moves_of(plan_phase(later, "rollout"))[0] == ("a", "host"), "train comes after score"
+
+
+def test_what_cannot_leave_takes_room_from_what_can() -> None:
+    fixed = on_device("fixed", 5, leave=())
+    assert moves_of(plan_phase(ledger_of(fixed, on_device("a", 5), device=10, host=5), "rollout")) == []
+    tight = ledger_of(fixed, on_device("a", 5), parked("b", 1), device=10, host=6)
+    assert moves_of(plan_phase(tight, "rollout")) == [("a", "host"), ("b", "device")]
+
+
+def test_what_wakes_later_waits_even_where_it_alone_would_fit() -> None:
+    """Bringing the KV cache first would make room on the host for what must leave; weights come first all the same."""
+    weights, kv = parked("weights", 8), parked("kv", 4, wake=2)
+    ledger = ledger_of(on_device("a", 5), weights, kv, device=12, host=13)
+    with pytest.raises(MemoryBudgetError, match="no order of these moves"):
+        plan_phase(ledger, "rollout")
+    alike = ledger_of(on_device("a", 5), weights, replace(kv, wake=0), device=12, host=13)
+    assert moves_of(plan_phase(alike, "rollout")) == [("kv", "device"), ("a", "host"), ("weights", "device")]
+
+
+def test_a_refused_move_says_what_waits_and_what_would_help() -> None:
+    """The host has room for one byte less than must go there."""
+    a = on_device("a", 10, leave=("host", "disk"))
+    ledger = ledger_of(a, parked("b", 6, tier="disk"), device=10, host=9, disk=6)
+    with pytest.raises(MemoryBudgetError) as refusal:
+        plan_phase(ledger, "rollout")
+    assert "a (10 B) device → host, b (6 B) disk → device" in refusal.value.message
+    assert "set memory.host_budget_bytes = 10, or" in refusal.value.hint
+
+
+def test_the_budget_that_helps_is_named_whichever_it_is() -> None:
+    """No host is large enough for what may go to disk only."""
+    ledger = ledger_of(on_device("a", 10, leave=("disk",)), parked("b", 6), device=10, host=6, disk=9)
+    with pytest.raises(MemoryBudgetError) as refusal:
+        plan_phase(ledger, "rollout")
+    assert "set memory.disk_budget_bytes = 10, or" in refusal.value.hint
+
+
+def test_where_one_budget_is_not_enough_all_are_named_and_together_they_fit() -> None:
+    made = on_device("a", 10), on_device("b", 10, leave=("disk",)), parked("c", 20, tier="disk")
+    ledger = ledger_of(*made, device=20, host=0, disk=20)
+    with pytest.raises(MemoryBudgetError) as refusal:
+        plan_phase(replace(ledger, residency="phase"), "rollout")
+    named = dict(re.findall(r"memory\.(device|host|disk)_budget_bytes = (\d+)", refusal.value.hint))
+    assert named == {"host": "40", "disk": "60", "device": "60"}, "what there is, and all that moves"
+    raised = Budgets(**{f"{tier}_bytes": int(size) for tier, size in named.items()})
+    assert len(plan_phase(replace(ledger, budgets=raised, residency="phase"), "rollout").moves) == 3
+
+
+def test_pages_are_kept_where_all_that_may_be_parked_fits_beside_the_staging() -> None:
+    made = on_device("a", 6), parked("b", 4), on_device("c", 100, leave=("disk",))
+    for host, keeps in ((13, [True, True, False]), (12, [False] * 3)):
+        budgets = Budgets(device_bytes=0, host_bytes=host, disk_bytes=0, staging_bytes=3)
+        assert [entry.keeps_pages for entry in keep_pages(made, budgets, allowed=lambda entry: True)] == keeps
+    budgets = Budgets(device_bytes=0, host_bytes=13, disk_bytes=0, staging_bytes=3)
+    only = keep_pages(made, budgets, allowed=lambda entry: entry.name == "b")
+    assert [entry.keeps_pages for entry in only] == [False, True, False]
+
+
+def test_what_was_not_measured_holds_nothing() -> None:
+    ledger = ledger_of(on_device("a", 10), parked("b", 5), parked("c", 3, tier="disk"))
+    assert misfits(ledger, {}, tolerance_bytes=2) == [
+        "a holds only 0 bytes on device, the ledger says 10 (it is on tier device)",
+        "b holds only 0 bytes on host, the ledger says 5 (it is on tier host)",
+        "c holds only 0 bytes on disk, the ledger says 3 (it is on tier disk)",
+    ]
+    assert misfits(ledger, {}, tolerance_bytes=9)[1:] == [] and misfits(ledger, {}, tolerance_bytes=10) == []
+
+
+def test_a_size_is_learnt_from_the_device_alone() -> None:
+    ledger = ledger_of(on_device("a", 10), on_device("b", 10), parked("c", 5))
+    seen = {
+        "a": Usage(device_bytes=9, host_bytes=0, disk_bytes=0),
+        "c": Usage(device_bytes=1, host_bytes=5, disk_bytes=0),
+    }
+    settled = settle(ledger, seen, tolerance_bytes=10)
+    assert [entry.size_bytes for entry in settled.entries] == [9, 10, 5]
+
+
+def test_moves_by_name_leave_what_is_in_place() -> None:
+    """Out before in, and in by wake, in whatever order they were asked for."""
+    made = on_device("a", 10), parked("b", 5, wake=1), parked("c", 4), on_device("d", 3)
+    ledger = ledger_of(*made, device=30, host=30)
+    plan = plan_moves(ledger, {"d": "device", "b": "device", "c": "device", "a": "host"})
+    assert moves_of(plan) == [("a", "host"), ("c", "device"), ("b", "device")]
+    assert {move.reason for move in plan.moves} == {"asked for"} and plan.phase is None
+
+
+def test_what_was_destroyed_comes_back_to_the_device_only() -> None:
+    gone = Entry(name="kv", size_bytes=5, tier="none", tiers=("device", "host", "none"), phases=("rollout",))
+    ledger = ledger_of(gone, on_device("a", 5), device=20, host=20)
+    with pytest.raises(InputError, match="kv was destroyed and has no contents to move to 'host'"):
+        plan_moves(ledger, {"kv": "host"})
+    with pytest.raises(InputError, match=r"a may not live on tier 'disk' \(accepted: device, host\)"):
+        plan_moves(ledger, {"a": "disk"})
+    assert moves_of(plan_moves(ledger, {"kv": "device"})) == [("kv", "device")]

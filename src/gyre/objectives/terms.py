@@ -15,13 +15,10 @@ from gyre.objectives.config import Estimator
 LOG_RATIO_BOUND = 20.0
 
 
-def mean_sum(values_N: Tensor, weights_N: Tensor | None = None) -> Tensor:
-    """A metric: (weighted sum, weight) as a detached float32 tensor [2]."""
+def mean_sum(values_N: Tensor) -> Tensor:
+    """A metric: (sum, count) as a detached float32 tensor [2]."""
     values_N = values_N.detach().float()
-    if weights_N is None:
-        return torch.stack([values_N.sum(), values_N.new_full((), float(values_N.numel()))])
-    weights_N = weights_N.detach().float()
-    return torch.stack([(values_N * weights_N).sum(), weights_N.sum()])
+    return torch.stack([values_N.sum(), values_N.new_full((), float(values_N.numel()))])
 
 
 def told_apart(gap_P: Tensor) -> Tensor:
@@ -36,7 +33,7 @@ def sequence_sums(values_N: Tensor, sequence_index_N: Tensor, num_sequences: int
 
 def sequence_means(values_N: Tensor, sequence_index_N: Tensor, target_counts_S: Tensor) -> Tensor:
     """Mean over each sequence's targets, [S]; 0 for a sequence without any."""
-    sums_S = sequence_sums(values_N, sequence_index_N, target_counts_S.shape[0])
+    sums_S = sequence_sums(values_N, sequence_index_N, len(target_counts_S))
     return sums_S / target_counts_S.clamp(min=1)
 
 
@@ -132,7 +129,7 @@ def importance_log_ratio(level: str, log_ratio_N: Tensor, sequence_index_N: Tens
     """
     with torch.no_grad():
         if level != "token":
-            sums_S = sequence_sums(log_ratio_N, sequence_index_N, target_counts_S.shape[0])
+            sums_S = sequence_sums(log_ratio_N, sequence_index_N, len(target_counts_S))
             log_ratio_S = sums_S if level == "sequence" else sums_S / target_counts_S.clamp(min=1)
             log_ratio_N = log_ratio_S[sequence_index_N]
         return log_ratio_N.detach().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)

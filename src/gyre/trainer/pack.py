@@ -39,7 +39,7 @@ def make_atoms(lengths: Sequence[int], pair_ids: Sequence[int]) -> tuple[Atom, .
     atoms: list[list[int]] = []
     unpaired: dict[int, list[int]] = {}
     for index, pair_id in enumerate(pair_ids):
-        if pair_id >= 0 and pair_id in unpaired:
+        if pair_id in unpaired:
             unpaired.pop(pair_id).append(index)
             continue
         atoms.append([index])

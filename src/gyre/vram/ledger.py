@@ -182,10 +182,11 @@ def _order(budgets: Budgets, start: Point, task: _Task) -> MovePlan | None:
 
 def _nearest_budget(budgets: Budgets, start: Point, task: _Task) -> dict[str, int]:
     """The one budget to raise and how far (to the byte), else all that must be raised together."""
-    enough = sum(item.entry.size_bytes for item in (*task.outs, *task.ins)) + budgets.staging_bytes
+    # Each component is on a tier once, or passes through the host; and what is there from the start fits already.
+    enough = sum(item.entry.size_bytes for item in (*task.outs, *task.ins))
     for key in ("host_bytes", "disk_bytes", "device_bytes"):
         low = getattr(budgets, key)
-        high = max(low, getattr(start, key)) + enough
+        high = low + enough
         if _order(replace(budgets, **{key: high}), start, task) is None:
             continue
         while high - low > 1:
@@ -217,7 +218,7 @@ def _next_in(budgets: Budgets, point: Point, ins: Sequence[_In]) -> _Step | None
 
 
 def _try(budgets: Budgets, point: Point, entry: Entry, target: Tier, reason: str) -> _Step | None:
-    """The move with its middle and end, if both fit."""
+    """The move with its middle and end, if they fit."""
     move = Move(name=entry.name, source=entry.tier, target=target, size_bytes=entry.size_bytes, reason=reason)
     after = entry.moved(target)
     grows: dict[Tier, int] = {tier: max(0, after.bytes_on(tier) - entry.bytes_on(tier)) for tier in TIERS}
@@ -226,7 +227,7 @@ def _try(budgets: Budgets, point: Point, entry: Entry, target: Tier, reason: str
     end = _shift(middle, f"{entry.name}: {target}", shrinks)
     if {entry.tier, target} == {"device", "disk"}:
         middle = _shift(middle, middle.label, {"host": min(entry.size_bytes, budgets.staging_bytes)})
-    return (move, middle, end) if _fits(budgets, middle) and _fits(budgets, end) else None
+    return (move, middle, end) if _fits(budgets, middle) else None  # the end holds less than the middle
 
 
 def _shift(point: Point, label: str, delta: Mapping[Tier, int]) -> Point:
