@@ -143,6 +143,7 @@ def test_a_stage_makes_its_models_one_after_the_other() -> None:
     assert walk_start(parts, stays).moved_bytes == 50
     parked = replace(first, device={}, host={}, disk={"reference": 100})
     assert walk_start(parts, parked).peak_device_bytes == 100
+    assert walk_start([], first).peak_device_bytes == 0
 
 
 def budgets(device: int, host: int = 0, disk: int = 0, **more: Any) -> Budgets:
@@ -231,7 +232,13 @@ def test_what_is_asked_for_when_nothing_is_said() -> None:
         model=TOY, objective="sft", online=False, prompts_per_step=1, completions_per_prompt=1, max_prompt_tokens=1,
         max_completion_tokens=0,
     )  # fmt: skip
-    numbers = {"offload_cut_bytes": 128 << 20, "epochs_per_batch": 1, "engines": 1, "engine_tokens_per_step": 2048, "ranks": 1}
+    numbers = {
+        "offload_cut_bytes": 128 << 20,
+        "epochs_per_batch": 1,
+        "engines": 1,
+        "engine_tokens_per_step": 2048,
+        "ranks": 1,
+    }
     assert {name: getattr(asked, name) for name in numbers} == numbers
     noughts = ("kv_host_bytes", "max_refills")
     assert all(getattr(asked, name) == 0 for name in noughts)

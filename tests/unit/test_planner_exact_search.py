@@ -96,6 +96,7 @@ def test_ranks_that_split_the_states() -> None:
     of_12 = (2, 3, 4, 6, 12)
     assert splits(12) == [(0, 1)] + [(zero, size) for zero in (1, 2, 3) for size in of_12]
     assert splits(16, zero=2) == [(2, 2), (2, 4), (2, 8), (2, 16)]
+    assert splits(18, zero=1) == [(1, 2), (1, 3), (1, 6), (1, 18)], "nine are no part of a host"
     assert splits(12, shard_ranks=4) == [(1, 4), (2, 4), (3, 4)]
     assert splits(12, shard_ranks=1) == [(0, 1)]
     assert splits(2) == [(0, 1), (1, 2), (2, 2), (3, 2)]
@@ -178,6 +179,8 @@ def test_phases_take_turns_where_they_must() -> None:
         assert (found.running, found.fits) == (running, True)
     short = judge(many, budgeted(one - 1), layout, "phase")
     assert (short.running, short.short_device_bytes) == (1, 1)
+    pair = replace(many, engine=replace(many.engine, running=2) if many.engine is not None else None)
+    assert judge(pair, budgeted(one + each), layout, "phase").running == 2
     single = replace(many, engine=replace(many.engine, running=1) if many.engine is not None else None)
     assert judge(single, budgeted(one), layout, "phase").running == 1
     frozen = make_job(reference=True)
