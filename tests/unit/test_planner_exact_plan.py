@@ -8,13 +8,20 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from test_planner_exact_bytes import P, TOY, make_inputs
+from test_planner_exact_bytes import TOY, P, make_inputs
 
 from gyre.core.errors import ConfigError, MemoryBudgetError, SnapshotError
-from gyre.planner.plan import ComponentPlan, PhasePlan, PlanInputs, Sizes, best_dtype
+from gyre.planner.decide import make_plan
+from gyre.planner.plan import ComponentPlan, DerivedSizes, Hardware, PhasePlan, Plan, PlanInputs, Sizes, best_dtype
 from gyre.planner.ring import place_at_start, walk_ring, walk_start
 from gyre.planner.sizes import check_lengths, completions_at_once, derive, largest_divisor, longest_sequence
 from gyre.vram.entries import Budgets
+
+HOST = Hardware(
+    device="cpu", device_name="a CPU", device_total_bytes=10**10, device_free_bytes=10**9, host_total_bytes=10**10,
+    host_available_bytes=10**9, disk_free_bytes=10**8, cores=2, bf16=False, saving="torch_cpu",
+)  # fmt: skip
+GPU = replace(HOST, device="cuda", device_name="a GPU", bf16=True, saving="triton", device_free_bytes=10**9 - 1)
 
 # Sizes.
 
@@ -251,3 +258,29 @@ def test_what_is_asked_for_when_nothing_is_said() -> None:
     assert (TOY.query_size, TOY.kv_size, TOY.embedding_parameters) == (32, 16, 2000)
     dtypes = [best_dtype(device, bf16=bf16) for device in ("cpu", "cuda") for bf16 in (False, True)]  # pyright: ignore
     assert dtypes == ["float32", "bfloat16", "float16", "bfloat16"]
+
+
+def test_a_plan_is_written_and_read() -> None:
+    plan = make_plan(make_inputs(), HOST)
+    text = plan.to_json()
+    assert text.startswith('{\n  "objective": "grpo",\n') and text.endswith("}\n")
+    assert Plan.from_json(text) == plan
+    values = json.loads(text)
+    with pytest.raises(SnapshotError, match="Plan has no ending, surprise"):
+        Plan.from_json(json.dumps({**values, "surprise": 1, "ending": 2}))
+    with pytest.raises(SnapshotError, match="Sizes is a table, got int"):
+        Plan.from_json(json.dumps({**values, "sizes": 3}))
+    needed = {name: 1 for name in DerivedSizes.__dataclass_fields__ if name not in (
+        "longest_queue", "submissions", "most_sampled_per_step", "notes"
+    )}  # fmt: skip
+    without_engine = DerivedSizes(**needed)  # pyright: ignore[reportArgumentType]
+    found = without_engine.longest_queue, without_engine.submissions, without_engine.most_sampled_per_step
+    assert found == (0, 1, 0)
+
+
+def test_what_is_parked_at_the_start() -> None:
+    plan = make_plan(make_inputs(reference=True), HOST)
+    assert plan.parked_at_start == {}
+    start = replace(plan.start, device={"actor.params": 1}, host={"reference": 1}, disk={"actor.optimizer": 1})
+    parked = {"actor.grads": "none", "actor.optimizer": "disk", "reference": "host"}
+    assert replace(plan, start=start).parked_at_start == parked, "but for the engine's"

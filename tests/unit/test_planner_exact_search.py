@@ -432,7 +432,7 @@ def test_more_lies_in_shards() -> None:
         kind = list(lighter(make_inputs(**changes)))[2]
         return [(way.words(None), way.asked) for way in kind]
 
-    assert stages() == []
+    assert stages() == [] and len(stages(ranks=2)) == 3
     flat = stages(ranks=4)
     assert [text for text, _ in flat] == [f"parallel.zero = {zero} with parallel.shard_ranks = 4" for zero in (1, 2, 3)]
     for (_, asked), zero in zip(flat, (1, 2, 3), strict=True):
@@ -479,6 +479,7 @@ def test_more_is_offloaded() -> None:
         return f"offload_parameters = {json.dumps(names)}"
 
     assert texts(**OFFLINE) == [weights("actor")]
+    assert texts(online=False) == [host, host + also, weights("actor")]
     assert texts(**OFFLINE, disk_tier=True) == [
         disk + also,
         disk + also,
