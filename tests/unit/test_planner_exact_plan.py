@@ -21,7 +21,6 @@ HOST = Hardware(
     device="cpu", device_name="a CPU", device_total_bytes=10**10, device_free_bytes=10**9, host_total_bytes=10**10,
     host_available_bytes=10**9, disk_free_bytes=10**8, cores=2, bf16=False, saving="torch_cpu",
 )  # fmt: skip
-GPU = replace(HOST, device="cuda", device_name="a GPU", bf16=True, saving="triton", device_free_bytes=10**9 - 1)
 
 # Sizes.
 
