@@ -324,6 +324,13 @@ def test_a_refusal_opens_the_settings_that_were_given_and_then_looks_for_more() 
     )
 
 
+def test_another_stage_may_split_states_over_other_ranks() -> None:
+    job = make_job(model=replace(TOY, num_parameters=500_000_000))
+    there = budgeted(need(job, make_layout(gpus=4, zero=3, shard_ranks=4)), gpus=4)
+    hint = refusal(job, there, **PLAIN | {"zero": 1, "shard_ranks": 2}).hint
+    assert "zero = 3 instead of 1 (ZeRO-3, checkpointing none" in hint
+
+
 def test_a_refusal_proposes_the_fewest_gpus_up_to_4096() -> None:
     """Each doubling splits the states further; settings of the split are opened, the stage too where one GPU had none."""
     job = make_job(model=replace(TOY, num_parameters=500_000_000))
@@ -359,6 +366,10 @@ def test_a_refusal_proposes_the_smallest_of_the_larger_gpus() -> None:
     large = replace(job.model, num_parameters=int(0.92 * 30 * 2**30 / 18))  # 18 bytes each: 27.6 GiB
     hint = refusal(replace(job, model=large), same, **PLAIN).hint
     assert "1 × v100-32g (one GPU" in hint and "l4" not in hint
+    host = make_job(model=replace(TOY, num_parameters=10**10))  # 12 bytes each are more than 60 % of 128 GiB
+    offloaded = PLAIN | {"offload_optimizer": "host"}
+    hint = refusal(host, Cluster(gpus=1, gpu=GPUS["h100-pcie"]), **offloaded).hint
+    assert "1 × h200 (one GPU" in hint and "h100" not in hint, "one that is as large is not larger"
     tiny = Cluster(gpus=1, gpu=replace(GPUS["l4"], device_bytes=MIB, name="small"))
     assert "1 × t4 (one GPU" in refusal(job, tiny, **PLAIN).hint
 
