@@ -191,14 +191,41 @@ def test_notes_of_a_plan() -> None:
 
 
 def test_host_pages_stay_on_a_gpu_alone() -> None:
-    """What is parked again needs no page pinned anew."""
+    """What is parked again needs no page pinned anew, where the host has room for all of it and 64 MiB of staging."""
 
-    def held(hardware: Hardware) -> set[str]:
-        plan = planned(hardware, **OFFLINE, tokens_per_chunk=40, reference=True, residency="phase", dtype="float32")
+    def held(hardware: Hardware, **changes: Any) -> set[str]:
+        asked = {**OFFLINE, "tokens_per_chunk": 40, "reference": True, "residency": "phase", "dtype": "float32"}
+        plan = planned(hardware, **{**asked, **changes})
         (score,) = [phase for phase in plan.phases if phase.phase == "score"]
         return set(score.host) & set(score.device)
 
     assert held(HOST) == set() and held(GPU) == {"reference"}
+    parked = (4 + 8 + 4) * 10**6 + (64 << 20)  # weights, moments, the reference
+    assert held(GPU, host_budget_bytes=parked) == {"reference"}
+    assert held(GPU, host_budget_bytes=parked - 1) == set()
+
+
+def test_a_cpu_moves_to_disk_without_host_memory() -> None:
+    turns = planned(
+        **{**OFFLINE, "host_budget_bytes": 0}, disk_tier=True, tokens_per_chunk=40, reference=True, residency="phase"
+    )
+    assert [phase.peak_host_bytes for phase in turns.phases] == [0, 0, 0]
+    assert any("reference" in phase.disk for phase in turns.phases)
+
+
+def test_a_chunk_of_less_than_a_quarter_of_an_uneven_one() -> None:
+    """7 sequences of 41 tokens are halved to 143 and 71; four times 71 are 284 of 287."""
+    asked: dict[str, Any] = {**OFFLINE, "reference": True, "max_completion_tokens": 31, "sequences_per_update": 7}
+    at_71 = planned(ROOMY, **asked, tokens_per_chunk=71, residency="resident")
+    budget = max(phase.peak_device_bytes for phase in at_71.phases)
+    assert planned(**asked, device_budget_bytes=budget).residency == "spill"
+
+
+def test_a_cpu_beside_a_gpu_has_the_hosts_memory() -> None:
+    small = replace(GPU, device_total_bytes=1, host_total_bytes=10**5)
+    with pytest.raises(MemoryBudgetError) as caught:
+        planned(small, device="cpu", device_budget_bytes=1000, residency="resident")
+    assert "which has 97.66 KiB in all" in caught.value.hint
 
 
 def test_background_snapshots_take_host_memory() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ from gyre.core.errors import ConfigError
 from gyre.kernels.cpu.build import Unavailable
 from gyre.kernels.cpu.chunks import load_chunks
 from gyre.observe.hardware import describe_hardware
+from gyre.planner import hardware
 from gyre.planner.gpus import DISK_BYTES_PER_S, GPUS, NETWORK_BYTES_PER_S, find_gpu, peak_flops, recognise_gpu
-from gyre.planner.hardware import read_hardware, saving_on_cpu
+from gyre.planner.hardware import read_hardware, saving_on_cpu, saving_on_cuda, usable_cores
 from gyre.planner.shapes import SHAPES, find_shape, model_numbers
 from gyre.vram.probe import read_device, read_host
 
@@ -133,10 +135,21 @@ def test_names_of_shapes() -> None:
 def test_what_this_host_offers(tmp_path: Path) -> None:
     facts, found = describe_hardware(), read_hardware()
     assert (found.device, found.disk_free_bytes) == ("cpu", 0) and found.device_name == (facts["cpu"] or "CPU")
-    quota = facts["cores_quota"]
-    assert found.cores == (facts["cores"] if quota is None else min(facts["cores"], max(1, int(quota))))
+    assert 1 <= found.cores <= facts["cores"]
     assert found.bf16 == facts["flags"]["bf16"]
     assert (found.device_total_bytes, found.host_total_bytes) == (read_device(CPU).total_bytes, read_host().total_bytes)
     by_c = not isinstance(load_chunks(torch.float32), Unavailable)
     assert found.saving == saving_on_cpu() == ("c_cpu" if by_c else "torch_cpu")
     assert read_hardware(tmp_path / "a" / "b").disk_free_bytes > 0
+
+
+def test_cores_that_a_quota_leaves() -> None:
+    assert [usable_cores(4, quota) for quota in (None, 0.5, 1.0, 2.7, 9.0)] == [4, 1, 1, 2, 4]
+
+
+def test_kernels_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's where it is installed; one that is too old for them keeps what a CPU by torch does."""
+    by_triton = "triton" if importlib.util.find_spec("triton") else "torch_cuda"
+    for reason, saving in (("compute capability 6.1", "torch_cpu"), (None, by_triton)):
+        monkeypatch.setattr(hardware, "why_too_old", lambda _, reason=reason: reason)
+        assert saving_on_cuda(torch.device("cuda")) == saving

@@ -12,7 +12,17 @@ from test_planner_exact_bytes import TOY, P, make_inputs
 
 from gyre.core.errors import ConfigError, MemoryBudgetError, SnapshotError
 from gyre.planner.decide import make_plan
-from gyre.planner.plan import ComponentPlan, DerivedSizes, Hardware, PhasePlan, Plan, PlanInputs, Sizes, best_dtype
+from gyre.planner.plan import (
+    ComponentPlan,
+    DerivedSizes,
+    Hardware,
+    PhasePlan,
+    Plan,
+    PlanInputs,
+    Shards,
+    Sizes,
+    best_dtype,
+)
 from gyre.planner.ring import place_at_start, walk_ring, walk_start
 from gyre.planner.sizes import check_lengths, completions_at_once, derive, largest_divisor, longest_sequence
 from gyre.vram.entries import Budgets
@@ -253,6 +263,7 @@ def test_what_is_asked_for_when_nothing_is_said() -> None:
         "snapshot_background", "reference_average",
     )  # fmt: skip
     assert all(getattr(asked, name) is False for name in off) and asked.shared_weights is True
+    assert Shards() == Shards(zero=0, ranks=1)
     assert TOY.layer_parameters == 4976 and replace(TOY, tied=False, num_parameters=P + 2000).layer_parameters == 4976
     assert (TOY.query_size, TOY.kv_size, TOY.embedding_parameters) == (32, 16, 2000)
     dtypes = [best_dtype(device, bf16=bf16) for device in ("cpu", "cuda") for bf16 in (False, True)]  # pyright: ignore
