@@ -98,7 +98,7 @@ def layouts(job: Job, cluster: Cluster, fixed: Fixed) -> Iterator[Layout]:
     for zero, shard_ranks in _splits(cluster.gpus, cluster.gpu.gpus_per_host, fixed):
         for checkpointing in CHECKPOINTING if fixed.checkpointing is None else (fixed.checkpointing,):
             for optimizer, gradients in _offloads(fixed):
-                if job.offload_parameters and _refuses_weights_away(job, zero, shard_ranks, optimizer):
+                if job.offload_parameters and _refuses_weights_away(job, zero, optimizer):
                     continue
                 for tokens in _chunks(job, cluster.gpus, fixed):
                     yield Layout(
@@ -115,10 +115,10 @@ def layouts(job: Job, cluster: Cluster, fixed: Fixed) -> Iterator[Layout]:
                     )
 
 
-def _refuses_weights_away(job: Job, zero: Zero, shard_ranks: int, optimizer: Offload) -> bool:
+def _refuses_weights_away(job: Job, zero: Zero, optimizer: Offload) -> bool:
     """As the trainer and its config do: weights on the host are whole, and the larger state goes first."""
     trained = {"actor", "critic"} & set(job.offload_parameters)
-    return (zero >= 2 and shard_ranks > 1) or (bool(trained) and optimizer == "none")
+    return zero >= 2 or (bool(trained) and optimizer == "none")
 
 
 def judge(job: Job, cluster: Cluster, layout: Layout, residency: Residency | None = None) -> Candidate:
@@ -134,7 +134,7 @@ def judge(job: Job, cluster: Cluster, layout: Layout, residency: Residency | Non
     if not least.fits or wanted <= 1:
         return least
     rollout = next(moment for moment in least.moments if moment.name == "rollout")
-    room = (cluster.device_budget_bytes - device_bytes_of(rollout, layout)) // max(1, page_bytes(job))
+    room = (cluster.device_budget_bytes - device_bytes_of(rollout, layout)) // page_bytes(job)
     return _judge_as(job, cluster, layout, "phase", min(wanted, 1 + room))
 
 

@@ -24,8 +24,6 @@ def read_hardware(disk_folder: Path | None = None) -> Hardware:
     on_cuda = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
     reading = read_device(device)
-    quota = facts["cores_quota"]
-    cores = facts["cores"] if quota is None else min(facts["cores"], max(1, math.floor(quota)))
     return Hardware(
         device="cuda" if on_cuda else "cpu",
         device_name=torch.cuda.get_device_name(device) if on_cuda else facts["cpu"] or "CPU",
@@ -34,10 +32,15 @@ def read_hardware(disk_folder: Path | None = None) -> Hardware:
         host_total_bytes=host.total_bytes,
         host_available_bytes=host.available_bytes,
         disk_free_bytes=_disk_free(disk_folder) if disk_folder is not None else 0,
-        cores=cores,
+        cores=usable_cores(facts["cores"], facts["cores_quota"]),
         bf16=torch.cuda.is_bf16_supported(including_emulation=False) if on_cuda else facts["flags"]["bf16"],
         saving=saving_on_cuda(device) if on_cuda else saving_on_cpu(),
     )
+
+
+def usable_cores(cores: int, quota: float | None) -> int:
+    """Whole cores that a quota of CPU time leaves, at least one."""
+    return cores if quota is None else min(cores, max(1, math.floor(quota)))
 
 
 def saving_on_cuda(device: torch.device) -> Saving:

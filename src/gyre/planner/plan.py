@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -259,8 +258,4 @@ def _build(kind: Any, value: Any) -> Any:
         return kind(**{name: _build(hints[name], item) for name, item in value.items()})
     if origin is tuple:
         return tuple(_build(args[0], item) for item in value)
-    if origin is types.UnionType:
-        return None if value is None else _build(args[0], value)
-    if isinstance(origin, type) and issubclass(origin, Mapping):
-        return {key: _build(args[1], item) for key, item in value.items()}
     return value

@@ -83,7 +83,7 @@ def _notes(sizes: Sizes, sequences: int, last: int, longest: int) -> list[str]:
             f"{sequences} sequences per step do not divide by sequences_per_update = {sizes.sequences_per_update}: "
             f"the last update of an epoch has {last}; {divisor} would divide"
         )
-    if sizes.sequences_per_update % sizes.completions_per_prompt and sizes.completions_per_prompt > 1:
+    if sizes.sequences_per_update % sizes.completions_per_prompt:
         notes.append(
             f"an update of {sizes.sequences_per_update} sequences cuts through the groups of "
             f"{sizes.completions_per_prompt}: siblings of one prompt train in different updates"

@@ -132,7 +132,7 @@ def _exposed_seconds(job: Job, layout: Layout, gpu: Gpu, traffic_s: float, chunk
     exposed = max(0.0, traffic_s - HIDDEN_SHARE * chunk_s * chunks_per_update(job, layout))
     if not layout.sums_once:
         return exposed
-    scatter = sent_bytes(job, layout).get("reduce-scatter", 0) / _link_rate("reduce-scatter", layout, gpu)
+    scatter = sent_bytes(job, layout)["reduce-scatter"] / _link_rate("reduce-scatter", layout, gpu)
     return max(exposed, scatter - HIDDEN_SHARE * chunk_s)
 
 
@@ -165,7 +165,7 @@ def _weights_seconds(job: Job, layout: Layout, gpu: Gpu, chunks: int, compute_s:
     """Weights on the host come twice per chunk, but for the layers at which it turns, beside the computation; what is
     outside the layers comes once per update, and new weights leave with the state that they are made of."""
     away, m = [owner for owner in ("actor", "critic")[: job.copies] if not layout.holds_weights(owner)], job.model
-    layers = ITEM_BYTES[job.dtype] * m.layer_parameters * max(0, m.num_layers - LAYER_ROOMS) * 2 * chunks
+    layers = ITEM_BYTES[job.dtype] * m.layer_parameters * (m.num_layers - LAYER_ROOMS) * 2 * chunks
     rate = gpu.host_copy_bytes_per_s(layout.gpus)
     around = ITEM_BYTES[job.dtype] * (root_parameters(m) + head_parameters(m)) / rate
     return len(away) * around + max(0.0, len(away) * layers / rate - compute_s)
