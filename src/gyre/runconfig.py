@@ -328,7 +328,7 @@ def _unknown(table: str, context: Mapping[str, Any]) -> str:
     other = [f"{place}.{context['key']}" for place in _places_of(context["key"], RunConfig, "") if place != table]
     meant = other if 0 < len(other) <= MOST_PLACES else context["near"]
     did_you_mean = f"; did you mean {' or '.join(repr(name) for name in meant)}?" if meant else ""
-    return f"unknown key '{context['key']}'{did_you_mean} (accepted: {', '.join(context['accepted'])})"
+    return f"unknown key '{context['key']}'{did_you_mean} (accepted: {context['accepted']})"
 
 
 def _places_of(key: str, annotation: Any, place: str) -> Iterator[str]:

@@ -28,6 +28,9 @@ class Section(BaseModel):
         for key in values:
             if key not in known:
                 near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
-                context = {"key": str(key), "near": near, "accepted": sorted(known)}
-                raise PydanticCustomError(UNKNOWN_KEY, "unknown key '{key}'", context)
+                context = {"key": str(key), "near": near, "accepted": ", ".join(sorted(known))}
+                context["did_you_mean"] = f"; did you mean '{near[0]}'?" if near else ""
+                raise PydanticCustomError(
+                    UNKNOWN_KEY, "unknown key '{key}'{did_you_mean} (accepted: {accepted})", context
+                )
         return values
