@@ -422,8 +422,9 @@ class _Splitter:
 
 def _formats(node: ast.expr) -> bool:
     """ "%.2f" % f(1): judged inside, as f-strings are."""
-    is_modulo = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod)
-    return is_modulo and isinstance(node.left, ast.Constant) and isinstance(node.left.value, str | bytes)
+    if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod)):
+        return False
+    return isinstance(node.left, ast.Constant) and isinstance(node.left.value, str | bytes)
 
 
 def _rebuilt(node: ast.AST, change: Any, keep: tuple[str, ...] = ()) -> Any:

@@ -145,10 +145,10 @@ def read_tests(tests: Any, function: str | None) -> list[Case]:
 
 
 def _from_columns(tests: Mapping[str, Any]) -> list[dict[str, Any]]:
-    columns = tests["inputs"], tests.get("outputs")
-    if not all(isinstance(column, list | tuple) for column in columns) or len(columns[0]) != len(columns[1]):
+    inputs, outputs = tests["inputs"], tests.get("outputs")
+    if not (isinstance(inputs, list | tuple) and isinstance(outputs, list | tuple) and len(inputs) == len(outputs)):
         raise UnreadableTests(f"inputs and outputs are no two lists of the same length: {str(tests)[:80]!r}")
-    pairs = zip(*columns, strict=True)
+    pairs = zip(inputs, outputs, strict=True)
     if tests.get("fn_name"):
         return [{"args": given, "expected": wanted} for given, wanted in pairs]
     return [{"stdin": _lines(given), "stdout": _lines(wanted)} for given, wanted in pairs]
