@@ -130,7 +130,8 @@ def test_a_given_beginning_is_where_its_completion_goes_on() -> None:
     dtypes = {name: getattr(second.chosen, name).dtype for name in ("tokens", "logprobs", "raw_logprobs", "versions")}
     assert dtypes == {"tokens": np.int32, "logprobs": np.float32, "raw_logprobs": np.float32, "versions": np.int32}
     assert second.chosen.raw_logprobs.tolist() == [0, -10] and second.chosen.versions.tolist() == [100, 101]
-    assert first.book is third.book is not None and first.book.num_tokens == PROMPT and first.book.best == 2
+    assert first.book is not None and first.book is third.book
+    assert first.book.num_tokens == PROMPT and first.book.best == 2
     assert first.emitted == third.emitted == 0 and first.supports == []
 
 

@@ -100,7 +100,7 @@ def plan_buckets(count_S: np.ndarray, keys_S: np.ndarray) -> tuple[np.ndarray, l
     for place, sequence in enumerate(order_S.tolist()):
         count, keys = max(most_count, int(count_S[sequence])), max(most_keys, int(keys_S[sequence]))
         grown = area + int(area_S[sequence])
-        if place > begin and not _fits(place + 1 - begin, count, keys, grown):
+        if not _fits(place + 1 - begin, count, keys, grown):
             bounds.append((begin, place))
             begin, grown = place, int(area_S[sequence])
             count, keys = int(count_S[sequence]), int(keys_S[sequence])
@@ -136,7 +136,7 @@ def _make_bucket(
     page_BP = np.where(held_BP, rows.table_RP[row_B, :num_pages], NULL_PAGE).astype(np.int64)
     plane_2K = np.arange(2 * num_kv_heads).reshape(2, 1, num_kv_heads, 1)
     return Bucket(
-        gather=(page_BP[None, :, None, :] * (2 * num_kv_heads) + plane_2K).reshape(-1),
+        gather=(page_BP[None, :, None, :] * (2 * num_kv_heads) + plane_2K).ravel(),
         batch=len(row_B),
         queries=int(count_B.max()),
         keys=num_pages * rows.page_tokens,
