@@ -260,6 +260,21 @@ def test_a_log_ratio_of_twenty_is_bounded():
     assert metrics["ratio_bounded_fraction"] == pytest.approx(3 / 5)
 
 
+def test_within_the_clip_and_the_bound_nothing_is_counted():
+    metrics = worked(plain(), policy_inputs([0.1, -0.1, 0.1, -0.1], [1.0, -1.0, -1.0, 1.0]))[1]
+    assert metrics["clip_fraction"] == metrics["clip_low_fraction"] == metrics["clip_high_fraction"] == 0.0
+    rare = inputs_of([1], logprobs_N=[-15.0], old_logprobs_N=[-14.0], advantages_N=[1.0])
+    assert worked(plain(), rare)[1]["ratio_bounded_fraction"] == 0.0, "the ratio, not how rare the token is"
+
+
+def test_a_ratio_to_the_engine_takes_the_engines_logprobs_and_no_weight():
+    inputs = policy_inputs([0.0, 0.0], [1.0, -1.0], behaviour_logprobs_N=[-1.1, -0.9])
+    loss, metrics, _ = worked(GrpoConfig(aggregation="token", ratio_base="engine"), inputs)
+    assert loss == pytest.approx(-math.exp(0.1) + math.exp(-0.1)) and "tis_weight" not in metrics
+    with pytest.raises(AssertionError, match="ratio_base = 'engine' needs behaviour_logprobs_N"):
+        loss_sum(GrpoConfig(ratio_base="engine"), policy_inputs([0.0], [1.0]))
+
+
 @pytest.mark.parametrize(
     ("aggregation", "loss", "mean"),
     [("token", -4.0, -1.0), ("sequence", -8 / 3, -4 / 3), ("fixed_length", -4.0, -4.0 / 16)],
