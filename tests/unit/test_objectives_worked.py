@@ -151,6 +151,13 @@ def test_variants_of_dpo(options, expected):
     assert metrics["preference_loss"] == pytest.approx(9.0 if "sft_coef" in options else expected)
 
 
+def test_the_rewards_of_dpo_are_beta_times_the_log_ratios():
+    inputs = replace(pair_inputs(), reference_logprobs_N=torch.tensor([-2.0, -3.0, -2.5], dtype=torch.float64))
+    metrics = worked(DpoConfig(beta=0.1), inputs)[1]
+    assert metrics["reward_chosen"] == pytest.approx(0.2) and metrics["reward_rejected"] == pytest.approx(-0.05)
+    assert metrics["reward_margin"] == pytest.approx(0.25)
+
+
 def test_a_pair_that_is_not_told_apart_is_not_right():
     inputs = replace(pair_inputs(), reference_logprobs_N=torch.tensor([-1.0, -2.0, -3.0], dtype=torch.float64))
     assert worked(DpoConfig(), inputs)[1]["reward_accuracy"] == 0.0
