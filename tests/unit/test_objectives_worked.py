@@ -16,6 +16,7 @@ from gyre.objectives.api import (
     PpoConfig,
     RmConfig,
     SftConfig,
+    add_sums,
     denominator,
     finish_sums,
     loss_sum,
@@ -472,6 +473,13 @@ def test_a_log_ratio_stays_within_twenty():
 def test_nothing_counted_is_left_out_of_a_report():
     total = {"seen": torch.tensor([3.0, 2.0]), "half": torch.tensor([0.25, 0.5]), "none": torch.tensor([0.0, 0.0])}
     assert finish_sums(total) == {"seen": 1.5, "half": 0.5}
+
+
+def test_metrics_of_chunks_add_up_though_not_every_chunk_has_each():
+    first = {"loss": torch.tensor([3.0, 2.0]), "entropy": torch.tensor([1.0, 2.0])}
+    second = {"loss": torch.tensor([5.0, 6.0]), "kl": torch.tensor([4.0, 1.0])}
+    total = add_sums(add_sums({}, first), second)
+    assert finish_sums(total) == {"loss": 1.0, "entropy": 0.5, "kl": 4.0}
 
 
 def test_pairs_come_in_twos():
