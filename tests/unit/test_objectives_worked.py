@@ -16,6 +16,7 @@ from gyre.objectives.api import (
     PpoConfig,
     RmConfig,
     SftConfig,
+    add_sums,
     denominator,
     finish_sums,
     loss_sum,
@@ -151,6 +152,13 @@ def test_variants_of_dpo(options, expected):
     assert metrics["preference_loss"] == pytest.approx(9.0 if "sft_coef" in options else expected)
 
 
+def test_the_rewards_of_dpo_are_beta_times_the_log_ratios():
+    inputs = replace(pair_inputs(), reference_logprobs_N=torch.tensor([-2.0, -3.0, -2.5], dtype=torch.float64))
+    metrics = worked(DpoConfig(beta=0.1), inputs)[1]
+    assert metrics["reward_chosen"] == pytest.approx(0.2) and metrics["reward_rejected"] == pytest.approx(-0.05)
+    assert metrics["reward_margin"] == pytest.approx(0.25)
+
+
 def test_a_pair_that_is_not_told_apart_is_half_right():
     inputs = replace(pair_inputs(), reference_logprobs_N=torch.tensor([-1.0, -2.0, -3.0], dtype=torch.float64))
     assert worked(DpoConfig(), inputs)[1]["reward_accuracy"] == 0.5
@@ -258,6 +266,21 @@ def test_one_ratio_for_a_sequence_is_the_geometric_mean_and_each_token_learns_fr
 def test_a_log_ratio_of_twenty_is_bounded():
     metrics = worked(plain(), policy_inputs([20.0, -20.0, 19.0, -19.0, -21.0], [-1.0] * 5))[1]
     assert metrics["ratio_bounded_fraction"] == pytest.approx(3 / 5)
+
+
+def test_within_the_clip_and_the_bound_nothing_is_counted():
+    metrics = worked(plain(), policy_inputs([0.1, -0.1, 0.1, -0.1], [1.0, -1.0, -1.0, 1.0]))[1]
+    assert metrics["clip_fraction"] == metrics["clip_low_fraction"] == metrics["clip_high_fraction"] == 0.0
+    rare = inputs_of([1], logprobs_N=[-15.0], old_logprobs_N=[-14.0], advantages_N=[1.0])
+    assert worked(plain(), rare)[1]["ratio_bounded_fraction"] == 0.0, "the ratio, not how rare the token is"
+
+
+def test_a_ratio_to_the_engine_takes_the_engines_logprobs_and_no_weight():
+    inputs = policy_inputs([0.0, 0.0], [1.0, -1.0], behaviour_logprobs_N=[-1.1, -0.9])
+    loss, metrics, _ = worked(GrpoConfig(aggregation="token", ratio_base="engine"), inputs)
+    assert loss == pytest.approx(-math.exp(0.1) + math.exp(-0.1)) and "tis_weight" not in metrics
+    with pytest.raises(AssertionError, match="ratio_base = 'engine' needs behaviour_logprobs_N"):
+        loss_sum(GrpoConfig(ratio_base="engine"), policy_inputs([0.0], [1.0]))
 
 
 @pytest.mark.parametrize(
@@ -450,6 +473,13 @@ def test_a_log_ratio_stays_within_twenty():
 def test_nothing_counted_is_left_out_of_a_report():
     total = {"seen": torch.tensor([3.0, 2.0]), "half": torch.tensor([0.25, 0.5]), "none": torch.tensor([0.0, 0.0])}
     assert finish_sums(total) == {"seen": 1.5, "half": 0.5}
+
+
+def test_metrics_of_chunks_add_up_though_not_every_chunk_has_each():
+    first = {"loss": torch.tensor([3.0, 2.0]), "entropy": torch.tensor([1.0, 2.0])}
+    second = {"loss": torch.tensor([5.0, 6.0]), "kl": torch.tensor([4.0, 1.0])}
+    total = add_sums(add_sums({}, first), second)
+    assert finish_sums(total) == {"loss": 1.0, "entropy": 0.5, "kl": 4.0}
 
 
 def test_pairs_come_in_twos():
