@@ -143,6 +143,15 @@ def test_what_this_host_offers(tmp_path: Path) -> None:
     assert read_hardware(tmp_path / "a" / "b").disk_free_bytes > 0
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a host without a GPU")
+@pytest.mark.parametrize("bf16", [True, False])
+def test_bfloat16_is_what_the_cpu_says(monkeypatch: pytest.MonkeyPatch, bf16: bool) -> None:
+    facts = describe_hardware()
+    facts["flags"] = {**facts["flags"], "bf16": bf16}
+    monkeypatch.setattr(hardware, "describe_hardware", lambda: facts)
+    assert read_hardware().bf16 is bf16
+
+
 def test_cores_that_a_quota_leaves() -> None:
     assert [usable_cores(4, quota) for quota in (None, 0.5, 1.0, 2.7, 9.0)] == [4, 1, 1, 2, 4]
 
