@@ -290,7 +290,8 @@ def test_a_refusal_says_what_is_short_and_by_how_much() -> None:
     """The layout that comes nearest, its four largest parts, the device, the host, or both."""
     job = make_job(longest=512, mean_tokens=512, most_tokens_per_update=4096, tokens_per_update=4096)
     there = budgeted(2000 * MIB, gpus=1, host_bytes=1000)
-    fixed = Fixed(**PLAIN | {"tokens_per_chunk": 512})
+    given: dict[str, Any] = {**PLAIN, "tokens_per_chunk": 512}
+    fixed = Fixed(**given)
     layout = make_layout(gpus=1, zero=0, shard_ranks=1, tokens_per_chunk=512)
     other, found = (judge(job, there, replace(layout, checkpointing=mode)) for mode in ("full", "none"))
     nearest = replace(found, short_device_bytes=7, short_host_bytes=5)
