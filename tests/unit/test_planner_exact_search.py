@@ -17,7 +17,7 @@ from gyre.planner.lighter import lighter
 from gyre.planner.moments import Engine, Job, device_bytes_of, host_bytes_of, phase_moments
 from gyre.planner.nearest import refusal_of
 from gyre.planner.plan import PlanInputs, Shards
-from gyre.planner.search import choose
+from gyre.planner.search import _nearest_of_each_kind, choose
 from gyre.planner.ways import Way, join_ways, ways_out
 from gyre.vram.refusals import words
 
@@ -235,6 +235,13 @@ def test_what_was_faster_and_does_not_fit_is_told_six_at_most() -> None:
     assert len(nearest) > 6
     assert list(choice.discarded) == sorted(nearest, key=order_of)[:6]
     assert any(one.short_device_bytes and one.short_host_bytes for one in faster)
+
+
+def test_what_is_nearest_is_short_of_the_fewest_bytes_in_all() -> None:
+    found = judge(make_job(), budgeted(PLENTY), make_layout(gpus=2, zero=0, shard_ranks=1))
+    both = replace(found, short_device_bytes=5, short_host_bytes=5)
+    device = replace(found, short_device_bytes=6, layout=replace(found.layout, tokens_per_chunk=20))
+    assert _nearest_of_each_kind([both, device]) == (device,)
 
 
 def test_what_is_just_as_fast_and_does_not_fit_is_not_passed_over() -> None:
