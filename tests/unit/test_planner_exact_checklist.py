@@ -25,7 +25,8 @@ GPU_BYTES = 4 << 30
 
 def chosen(gpus: int = 2, fixed: dict[str, Any] | None = None, gpu: Any = None, **job: Any) -> Choice:
     there = Cluster(gpus=gpus, gpu=gpu or make_gpu(GPU_BYTES))
-    return choose(make_job(**job), there, Fixed(**PLAIN | {"offload_gradients": False} | (fixed or {})))
+    given: dict[str, Any] = {**PLAIN, "offload_gradients": False, **(fixed or {})}
+    return choose(make_job(**job), there, Fixed(**given))
 
 
 def lines(choice: Choice, *lacking: str, **changes: Any) -> dict[str, tuple[str, str]]:

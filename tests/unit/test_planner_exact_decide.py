@@ -63,7 +63,7 @@ def test_what_is_settled_before_sizes_are_tried() -> None:
     assert planned(dtype="float16").reasons["dtype"] == "given"
     assert planned(GPU, device="cpu").dtype == "float32", "the GPU has bfloat16, the CPU beside it not"
     assert planned(not_given={"objective": "by default"}).reasons["objective"] == "by default"
-    many = {"prompts_per_step": 200, "completions_per_prompt": 3}
+    many: dict[str, Any] = {"prompts_per_step": 200, "completions_per_prompt": 3}
     assert (planned(ROOMY, **many).max_running, planned(replace(GPU, device_free_bytes=10**12), **many).max_running) == (
         256, 512
     )  # fmt: skip
@@ -146,7 +146,7 @@ def test_a_stage_needs_room_to_begin() -> None:
 
 def test_pages_that_fit() -> None:
     """Three for a sequence of 40 tokens, so 24 for eight; fewer where the device has no room, with one to spare."""
-    one = {"tokens_per_chunk": 40, "engine_tokens_per_step": 2048}
+    one: dict[str, Any] = {"tokens_per_chunk": 40, "engine_tokens_per_step": 2048}
     plan = planned(**one)
     assert plan.kv_pages == 24 and plan.reasons["kv_pages"] == "8 running × 3 pages of 16 tokens"
     assert planned(**one, kv_pages=5).kv_pages == 5 and planned(**one, kv_pages=5).reasons["kv_pages"] == "given"

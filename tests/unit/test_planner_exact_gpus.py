@@ -74,6 +74,8 @@ def test_rates_that_hosts_share() -> None:
     assert NETWORK_BYTES_PER_S == 400e9 / 8 and DISK_BYTES_PER_S == 2 * 6e9
     assert GPUS["h200"].host_copy_bytes_per_s(8) == pytest.approx(27.9e9)
     assert GPUS["h200"].host_copy_bytes_per_s(1) == 55e9
+    assert GPUS["h200"].host_copy_bytes_per_s(4) == pytest.approx(55e9 - 3 / 7 * 27.1e9)
+    assert (GPUS["h200"].hbm_bytes_per_s, GPUS["h100"].hbm_bytes_per_s) == (4.8e12, 3.35e12)
 
 
 def test_names_of_gpus() -> None:
@@ -86,6 +88,8 @@ def test_names_of_gpus() -> None:
     told = ["NVIDIA A100 80GB PCIe", "NVIDIA H100 PCIe", "NVIDIA H100", "NVIDIA L4", "NVIDIA L4 X"]
     found = [recognise_gpu(name) for name in told]
     assert [gpu.name if gpu else None for gpu in found] == ["a100-80g", "h100-pcie", "h100", "l4", None]
+    alone = recognise_gpu("L4")
+    assert alone is not None and alone.name == "l4"
     assert peak_flops("Tesla T4", "float16") == 65e12 and peak_flops("Tesla T4", "bfloat16") is None
     assert peak_flops("NVIDIA H100", "bfloat16") == 989e12 and peak_flops("abacus", "float16") is None
 
@@ -141,6 +145,15 @@ def test_what_this_host_offers(tmp_path: Path) -> None:
     by_c = not isinstance(load_chunks(torch.float32), Unavailable)
     assert found.saving == saving_on_cpu() == ("c_cpu" if by_c else "torch_cpu")
     assert read_hardware(tmp_path / "a" / "b").disk_free_bytes > 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a host without a GPU")
+@pytest.mark.parametrize("bf16", [True, False])
+def test_bfloat16_is_what_the_cpu_says(monkeypatch: pytest.MonkeyPatch, bf16: bool) -> None:
+    facts = describe_hardware()
+    facts["flags"] = {**facts["flags"], "bf16": bf16}
+    monkeypatch.setattr(hardware, "describe_hardware", lambda: facts)
+    assert read_hardware().bf16 is bf16
 
 
 def test_cores_that_a_quota_leaves() -> None:

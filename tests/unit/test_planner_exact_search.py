@@ -17,7 +17,7 @@ from gyre.planner.lighter import lighter
 from gyre.planner.moments import Engine, Job, device_bytes_of, host_bytes_of, phase_moments
 from gyre.planner.nearest import refusal_of
 from gyre.planner.plan import PlanInputs, Shards
-from gyre.planner.search import choose
+from gyre.planner.search import _nearest_of_each_kind, choose
 from gyre.planner.ways import Way, join_ways, ways_out
 from gyre.vram.refusals import words
 
@@ -237,6 +237,13 @@ def test_what_was_faster_and_does_not_fit_is_told_six_at_most() -> None:
     assert any(one.short_device_bytes and one.short_host_bytes for one in faster)
 
 
+def test_what_is_nearest_is_short_of_the_fewest_bytes_in_all() -> None:
+    found = judge(make_job(), budgeted(PLENTY), make_layout(gpus=2, zero=0, shard_ranks=1))
+    both = replace(found, short_device_bytes=5, short_host_bytes=5)
+    device = replace(found, short_device_bytes=6, layout=replace(found.layout, tokens_per_chunk=20))
+    assert _nearest_of_each_kind([both, device]) == (device,)
+
+
 def test_what_is_just_as_fast_and_does_not_fit_is_not_passed_over() -> None:
     """Where 20 tokens are expected of 40 at most, a chunk of 20 saves nothing over one of 10."""
     job, fixed = make_job(tokens_per_update=20), Fixed(zero=0, checkpointing="none", offload_optimizer="none")
@@ -290,7 +297,8 @@ def test_a_refusal_says_what_is_short_and_by_how_much() -> None:
     """The layout that comes nearest, its four largest parts, the device, the host, or both."""
     job = make_job(longest=512, mean_tokens=512, most_tokens_per_update=4096, tokens_per_update=4096)
     there = budgeted(2000 * MIB, gpus=1, host_bytes=1000)
-    fixed = Fixed(**PLAIN | {"tokens_per_chunk": 512})
+    given: dict[str, Any] = {**PLAIN, "tokens_per_chunk": 512}
+    fixed = Fixed(**given)
     layout = make_layout(gpus=1, zero=0, shard_ranks=1, tokens_per_chunk=512)
     other, found = (judge(job, there, replace(layout, checkpointing=mode)) for mode in ("full", "none"))
     nearest = replace(found, short_device_bytes=7, short_host_bytes=5)
