@@ -1,4 +1,6 @@
-"""The search on few, small layouts: which are tried, what is chosen, what is passed over, what a refusal proposes."""
+"""The search on few, small layouts: which are tried, what is chosen, what is passed over, what a refusal proposes.
+Past 500 lines: all of it reads the same small layouts.
+"""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def _exposed_seconds(job: Job, layout: Layout, gpu: Gpu, traffic_s: float, chunk
     exposed = max(0.0, traffic_s - HIDDEN_SHARE * chunk_s * chunks_per_update(job, layout))
     if not layout.sums_once:
         return exposed
-    scatter = sent_bytes(job, layout)["reduce-scatter"] / _link_rate("reduce-scatter", layout, gpu)
+    scatter = sent_bytes(job, layout).get("reduce-scatter", 0) / _link_rate("reduce-scatter", layout, gpu)
     return max(exposed, scatter - HIDDEN_SHARE * chunk_s)
 
 
