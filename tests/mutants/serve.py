@@ -184,13 +184,16 @@ def main(path: str, module: str, tests: list[str]) -> None:
         server.listen()
         while True:
             client, _ = server.accept()
-            with client, contextlib.suppress(BrokenPipeError):
-                client.sendall(b"\0" if passes(client, here, tests) else b"\1")
+            with client:
+                answer = b"\0" if passes(client, here, tests) else b"\1"
+                with contextlib.suppress(BrokenPipeError):  # the client left
+                    client.sendall(answer)
 
 
 def passes(client: socket.socket, warm: socket.socket, tests: list[str]) -> bool:
     warm.sendall(b"?")
     answer = warm.recv(1)
+    assert answer, "the warm Python ended"
     return run_child(lambda: run_anew(tests), client) if answer == b"?" else answer == b"\0"
 
 
