@@ -61,7 +61,7 @@ def main() -> None:
 
 def run_ours(folder: Path, dtype: str, steps: int) -> dict[str, Any]:
     sets = [f"objective.kl_coef={KL}", "trainer.tokens_per_chunk=4096", f'run.dtype="{dtype}"']
-    read = read_steps(train_steps(folder, STEP, steps=steps, sets=sets), STEP, warm_up=WARM_UP)
+    read = read_steps(train_steps(folder, STEP, steps=steps, sets=sets, deadline_s=600.0), STEP, warm_up=WARM_UP)
     metrics = read.pop("last_step")
     del read["memory_moves_s"]
     return {**read, "logprob_gap": metrics["logprob_gap"], "completion_tokens": metrics["length"]}

@@ -12,6 +12,7 @@ import random
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +20,13 @@ from typing import Any
 
 import torch
 
+import gyre
 from gyre.models.decoder import Decoder
 from gyre.models.export import export_hub
 from gyre.models.init import init_weights
 from gyre.models.spec import ModelSpec
 from gyre.observe.events import read_events
 from gyre.text.tokenizer import train_tokenizer
-from gyre.wire.commands import train
 
 HERE = Path(__file__).parent
 
@@ -62,11 +63,13 @@ def make_model(
     return texts
 
 
-def train_steps(folder: Path, step: Step, *, steps: int, sets: list[str]) -> Path:
-    """Train on what make_model wrote; `sets` are further KEY=VALUE of the config. Return the run's folder."""
+def train_steps(folder: Path, step: Step, *, steps: int, sets: list[str], deadline_s: float) -> Path:
+    """Run `gyre train` on what make_model wrote until `steps` steps are done, then end it: the snapshot of a stage's
+    end is not measured, and 8B's needs 98 GB of disk. `sets` are further KEY=VALUE of the config. Return the run."""
     config = folder / "bench.toml"
     config.write_text(f"""
 [run]
+name = "run"
 folder = "{folder}/runs"
 [model]
 path = "{folder}/model"
@@ -77,7 +80,7 @@ held_out_fraction = 0.0
 [objective]
 kind = "grpo"
 [trainer]
-steps = {steps}
+steps = {steps + 1}
 learning_rate = 1e-6
 [rollout]
 prompts_per_step = {step.prompts}
@@ -95,10 +98,27 @@ every_steps = 0
 report = false
 sample_groups_per_step = 0
 """)
-    sys.path.insert(0, str(HERE))
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-    result = train(config, sets, resume=None, stage="all", plain=True, say_stopped=print)
-    return Path(result["run"])
+    run = folder / "runs" / "run"
+    paths = [str(HERE), str(Path(gyre.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    command = [sys.executable, "-c", "from gyre.cli.main import main; main()", "train", str(config), "--plain"]
+    command += [word for key_value in sets for word in ("--set", key_value)]
+    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))})
+    try:
+        wait_for_steps(process, run / "events.jsonl", steps, deadline_s)
+    finally:
+        process.kill()
+        process.wait()
+    return run
+
+
+def wait_for_steps(process: subprocess.Popen[bytes], events: Path, steps: int, deadline_s: float) -> None:
+    ends = time.monotonic() + deadline_s
+    while not events.exists() or sum(row["kind"] == "step.done" for row in read_events(events)) < steps:
+        if process.poll() is not None:
+            raise SystemExit(f"gyre train ended with {process.returncode} before step {steps}")
+        if time.monotonic() > ends:
+            raise SystemExit(f"gyre train was not at step {steps} after {deadline_s:.0f} s")
+        time.sleep(0.5)
 
 
 def read_steps(run: Path, step: Step, *, warm_up: int) -> dict[str, Any]:

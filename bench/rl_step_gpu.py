@@ -47,6 +47,7 @@ def main() -> None:
     options.add_argument("--shape", choices=tuple(SPECS), default="0.6b")
     options.add_argument("--steps", type=int, default=6)
     options.add_argument("--warm-up", type=int, default=2, help="steps that are not counted")
+    options.add_argument("--deadline-s", type=float, default=1800.0, help="longest that our steps may take")
     options.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     options.add_argument("--label", default="", help="behind the record's name, for a run with --set")
     options.add_argument("--peer-path", type=Path, help="folder with trl 1.16, vllm 0.25.1 and their needs")
@@ -82,7 +83,9 @@ def main() -> None:
 def run_ours(folder: Path, args: Any) -> dict[str, Any]:
     sets = ['run.device="cuda"', 'run.dtype="bfloat16"', "trainer.tokens_per_chunk=16384"]
     sets += [f"engine.max_running={STEP.prompts * STEP.completions}", *SETS[args.shape], *args.set]
-    read = read_steps(train_steps(folder, STEP, steps=args.steps, sets=sets), STEP, warm_up=args.warm_up)
+    read = read_steps(
+        train_steps(folder, STEP, steps=args.steps, sets=sets, deadline_s=args.deadline_s), STEP, warm_up=args.warm_up
+    )
     return {
         **read,
         "rollout_tokens_per_s": round(STEP.sampled_tokens / read["phases_s"]["rollout"]),
