@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-LONGEST = ("test_objectives_learn.py", "test_cluster_runs.py", "test_kill_resume.py")
+LONGEST = ("test_objectives_learn.py", "test_cluster_runs.py", "test_kill_resume.py", "test_trainer_ranks.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -208,6 +208,7 @@ def test_bad_reward_function_is_refused_before_the_cold_start(tmp_path: Path) ->
     refused(tmp_path, with_reward("raises"), kind="input", words=("KeyError",))
 
 
+@pytest.mark.slow
 def test_reward_that_starts_failing_costs_labelled_scores(tmp_path: Path) -> None:
     flag = tmp_path / "flag"
     sets = {**with_reward("fails_later", options={"flag": str(flag)}), "cold_start": None, "eval.num_problems": 0}

@@ -110,6 +110,7 @@ def test_disk_is_full_to_the_last_byte(small_disk: Path, whole: Story) -> None:
     assert read_story(run) == whole
 
 
+@pytest.mark.slow
 def test_disk_fills_during_the_export(small_disk: Path, whole: Story) -> None:
     config = write_config(small_disk, EVERY_STEP)
     at_export = Fault(point="event", match="phase.started export")

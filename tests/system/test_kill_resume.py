@@ -110,7 +110,7 @@ def kill_and_compare(folder: Path, finished: Finished, name: str, faults: list[F
 
 
 @pytest.mark.parametrize(
-    "name", ["grpo", "partial", *(pytest.param(name, marks=pytest.mark.slow) for name in ("kl", "cached_prefixes"))]
+    "name", ["grpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("partial", "kl", "cached_prefixes"))]
 )
 def test_killed_twice(tmp_path: Path, finished: Finished, name: str) -> None:
     """Once in a rollout of step 4, once after step 5 and before its snapshot."""

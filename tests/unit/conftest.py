@@ -8,6 +8,7 @@ import hypothesis
 import pytest
 import torch
 from rank_pool import RankPool
+from zero_cases import LAYOUTS
 
 from gyre.kernels.cpu.build import INSTRUCTION_SETS, InstructionSet, Unavailable
 from gyre.kernels.cpu.chunks import load_chunks
@@ -15,6 +16,18 @@ from gyre.kernels.cpu.library import load_decoder
 
 hypothesis.settings.register_profile("gyre", deadline=None)  # a busy machine says nothing of an example
 hypothesis.settings.load_profile("gyre")
+
+
+QUICK_LAYOUTS = ("zero1", "zero3")  # whole weights, and weights in shards
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test of several layouts of ranks, make test runs those that differ most, and make test-all every one."""
+    for item in items:
+        layout = item.callspec.params.get("layout") if hasattr(item, "callspec") else None
+        if isinstance(layout, str) and layout in LAYOUTS and layout not in QUICK_LAYOUTS:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(params=["c", pytest.param("avx2", marks=pytest.mark.slow), "torch"])

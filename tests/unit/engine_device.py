@@ -6,10 +6,13 @@ from the wrong place changes an answer, and most fail at once. It works in order
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 import numpy as np
 
 from gyre.core.records import Request
+from gyre.engine.cycle import Cycle
+from gyre.engine.roster import Roster
 from gyre.engine.rows import Rows
 from gyre.engine.scheduler import Step
 from gyre.engine.settle import Sampled
@@ -149,3 +152,20 @@ class FakeDevice:
 
     def _salt(self, rows: Rows, row: int) -> str:
         return rows.sequence_at(row).request.tenant_salt
+
+
+def make_cycle(
+    roster: Roster, device: FakeDevice, *, budget: int = 64, depth: int = 0, clock: Callable[[], float] = lambda: 0.0
+) -> Cycle:
+    """A cycle of weights 0 over the device, whose pages may go to the host; no token ends an answer."""
+    return Cycle(
+        roster,
+        device,  # type: ignore[arg-type]
+        token_budget=budget,
+        version=0,
+        eos_ids=(),
+        tokenizer=None,
+        clock=clock,
+        depth=depth,
+        host=device.pool,
+    )

@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from engine_device import PAGE_TOKENS, FakeDevice, answer
+from engine_device import PAGE_TOKENS, FakeDevice, answer, make_cycle
 
 from gyre.core.records import Request, Sampling, TokenChunk
-from gyre.engine.cycle import Cycle
 from gyre.engine.requests import State
 from gyre.engine.roster import Roster
 from gyre.engine.swap import Rates
@@ -31,17 +30,7 @@ class Inside:
             num_slots=num_slots,
             rates=Rates(page_bytes=1, swap_bytes_per_s=2.0, prefill_tokens_per_s=1e-9),
         )
-        self.cycle = Cycle(
-            self.roster,
-            self.device,  # type: ignore[arg-type]
-            token_budget=budget,
-            version=0,
-            eos_ids=(),
-            tokenizer=None,
-            clock=lambda: self.now,
-            depth=depth,
-            host=self.device.pool,
-        )
+        self.cycle = make_cycle(self.roster, self.device, budget=budget, depth=depth, clock=lambda: self.now)
         self.requests: dict[str, Request] = {}
         self.got: dict[tuple[str, int], list[int]] = {}
         self.finishes: dict[tuple[str, int], str] = {}

@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from engine_device import PAGE_TOKENS, FakeDevice
+from engine_device import PAGE_TOKENS, FakeDevice, make_cycle
 
 from gyre.core.records import Partial, Request, Sampling, TokenChunk
-from gyre.engine.cycle import Cycle
 from gyre.engine.roster import Roster
 from gyre.engine.swap import Rates
 
@@ -48,17 +47,7 @@ def run(requests: list[Request], breaks_at: int | None) -> list[TokenChunk]:
         window=None,
         rates=Rates(page_bytes=1, swap_bytes_per_s=1.0, prefill_tokens_per_s=1.0),
     )
-    cycle = Cycle(
-        roster,
-        device,  # type: ignore[arg-type]
-        token_budget=64,
-        version=0,
-        eos_ids=(),
-        tokenizer=None,
-        clock=lambda: 0.0,
-        depth=0,
-        host=device.pool,
-    )
+    cycle = make_cycle(roster, device)
     for request in requests:
         cycle.add(request, None)
     chunks: list[TokenChunk] = []

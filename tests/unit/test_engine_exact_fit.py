@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from engine_device import PAGE_TOKENS, FakeDevice
+from engine_device import PAGE_TOKENS, FakeDevice, make_cycle
 
 from gyre.core.records import Request, Sampling
-from gyre.engine.cycle import Cycle
 from gyre.engine.roster import Roster
 from gyre.engine.scheduler import must_preempt, schedule
 from gyre.engine.swap import Rates
@@ -43,17 +42,7 @@ class Bench:
             rates=Rates(page_bytes=1, swap_bytes_per_s=2.0, prefill_tokens_per_s=1.0),
         )
         self.runner = FakeDevice(None)
-        self.cycle = Cycle(
-            self.roster,
-            self.runner,  # type: ignore[arg-type]
-            token_budget=budget,
-            version=0,
-            eos_ids=(),
-            tokenizer=None,
-            clock=lambda: 0.0,
-            depth=0,
-            host=self.runner.pool,
-        )
+        self.cycle = make_cycle(self.roster, self.runner, budget=budget)
         for request in requests:
             self.cycle.add(request, None)
 

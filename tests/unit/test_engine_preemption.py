@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from engine_device import PAGE_TOKENS, FakeDevice, answer
+from engine_device import PAGE_TOKENS, FakeDevice, answer, make_cycle
 
 from gyre.core.records import Partial, Request, Sampling, TokenChunk
-from gyre.engine.cycle import Cycle
 from gyre.engine.preemption import mix_versions, num_pages_to_resume, preempt, void_swapped
 from gyre.engine.requests import State
 from gyre.engine.roster import Roster
@@ -46,17 +45,7 @@ class Bench:
             window=window,
         )
         self.device = FakeDevice(window)
-        self.cycle = Cycle(
-            self.roster,
-            self.device,  # type: ignore[arg-type]
-            token_budget=budget,
-            version=0,
-            eos_ids=(),
-            tokenizer=None,
-            clock=lambda: 0.0,
-            depth=0,
-            host=self.device.pool,
-        )
+        self.cycle = make_cycle(self.roster, self.device, budget=budget)
         for request in requests:
             self.cycle.add(request, None)
         self.sequences = list(self.roster.queue)

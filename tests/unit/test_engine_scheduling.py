@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from engine_device import PAGE_TOKENS, FakeDevice
+from engine_device import PAGE_TOKENS, FakeDevice, make_cycle
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gyre.core.records import Request, Sampling
-from gyre.engine.cycle import Cycle
 from gyre.engine.draws import draw_key
 from gyre.engine.layout import BUCKET_SLACK, BUCKET_WASTE, plan_buckets
 from gyre.engine.pages import Pages
@@ -43,17 +42,7 @@ def run_alone(
         rates=Rates(page_bytes=1, swap_bytes_per_s=2.0, prefill_tokens_per_s=1.5),
     )
     runner = FakeDevice(window)
-    cycle = Cycle(
-        roster,
-        runner,  # type: ignore[arg-type]
-        token_budget=budget,
-        version=0,
-        eos_ids=(),
-        tokenizer=None,
-        clock=lambda: 0.0,
-        depth=depth,
-        host=runner.pool,
-    )
+    cycle = make_cycle(roster, runner, budget=budget, depth=depth)
     order = []
     for request in requests:
         cycle.add(request, None)

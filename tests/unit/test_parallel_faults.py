@@ -41,6 +41,7 @@ def test_a_rank_that_dies_is_named(ranks):
         assert seconds < SOON_S and f"RankError: step 1 ended on rank {rank}: rank 2 said nothing" in text
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named():
     pool = RankPool(2, timeout_s=6.0)
     try:

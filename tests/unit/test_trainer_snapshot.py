@@ -395,7 +395,9 @@ def test_a_rank_that_fails_fails_the_save_on_all(ranks, tmp_path, how, says, bac
     ("what", "says"),
     [
         ("copy", ", 4.8 s after another rank's part"),
-        ("memory", "the memory that snapshots are staged in is not there after 9 s"),
+        pytest.param(
+            "memory", "the memory that snapshots are staged in is not there after 9 s", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_rank_that_waits_too_long_for_its_copy_says_so_itself(tmp_path, what, says):
@@ -414,6 +416,7 @@ def test_a_rank_that_waits_too_long_for_its_copy_says_so_itself(tmp_path, what, 
         assert told[0].startswith(late) and told[1].startswith(late)
 
 
+@pytest.mark.slow
 def test_ranks_whose_copies_are_all_slow_wait_longer_than_a_collective(tmp_path):
     pool = RankPool(2, timeout_s=6.0)
     try:
@@ -422,6 +425,7 @@ def test_ranks_whose_copies_are_all_slow_wait_longer_than_a_collective(tmp_path)
         pool.close()
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_stuck_on_one_rank_ends_the_wait_on_all(tmp_path):
     """With the verdict, also where that rank began to wait for it late."""
     pool = RankPool(2, timeout_s=6.0)
@@ -433,7 +437,7 @@ def test_a_disk_that_is_stuck_on_one_rank_ends_the_wait_on_all(tmp_path):
     assert told == [late, late]
 
 
-@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_rank_killed_in_a_save_is_named_and_the_one_before_is_whole(tmp_path, background):
     pool = RankPool(2)
     try:

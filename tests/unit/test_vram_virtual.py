@@ -186,6 +186,7 @@ def addresses(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
     return {name: tensor.data_ptr() for name, tensor in tensors.items()}
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(path=st.lists(st.sampled_from(["device", "host", "disk"]), max_size=8), limit=st.sampled_from([600, 1 << 20]))
 def test_contents_and_addresses_survive_any_path(tmp_path: Path, monkeypatch, path: list[Tier], limit: int) -> None:

@@ -18,6 +18,7 @@ def pair():
     pool.close()
 
 
+@pytest.mark.slow
 def test_ranks_wait_for_the_first_ones_disk_in_no_collective(pair, tmp_path):
     (_, first), (signs, other) = pair.run(
         exported_slowly, str(tmp_path), sync_s=1.5 * TIMEOUT_S, deadline_s=60.0, fails=False

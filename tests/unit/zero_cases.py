@@ -275,10 +275,10 @@ def coded_updates(
     if how is not None:
         rank = group.rank if group is not None else 0
         place = Path(folder) / f"{layout}-{how}-{dtype}" / f"rank-{rank}"
-        settings |= {"disk_folder": place, "offload_cut_bytes": 8192, "offload_deadline_s": 60.0, **AWAY[how]}
+        settings |= {"disk_folder": place, "offload_cut_bytes": 16_384, "offload_deadline_s": 60.0, **AWAY[how]}
     trainer = trainer_on(group, "sft", weight_decay=0.1, **settings)
     optimizer = trainer._models.actor.optimizer
-    for step in range(4):
+    for step in range(3):
         generator = torch.Generator().manual_seed(step)
         state_N = torch.zeros(optimizer.layout.size)
         for name in sorted(optimizer.shapes):
