@@ -194,8 +194,8 @@ def with_reward(name: str, **more: Any) -> dict[str, Any]:
     ("name", "words"),
     [
         ("raises", ("KeyError", "no such thing", "completion")),
-        ("gives_nan", ("nan", "completion")),
-        ("no_number", ("not a number", "completion")),
+        pytest.param("gives_nan", ("nan", "completion"), marks=pytest.mark.slow),
+        pytest.param("no_number", ("not a number", "completion"), marks=pytest.mark.slow),
         ("hangs", ("longer than 1 s", "completion")),
         ("not_there", ("not_there", "has no function")),
     ],

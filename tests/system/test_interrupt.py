@@ -128,7 +128,7 @@ def test_two_signals_at_once(tmp_path: Path) -> None:
     assert not answer.left_behind
 
 
-@pytest.mark.parametrize("argv", [["chat"], ["eval", "--json"]])
+@pytest.mark.parametrize("argv", [["chat"], pytest.param(["eval", "--json"], marks=pytest.mark.slow)])
 def test_other_commands_stop_too(tmp_path: Path, argv: list[str]) -> None:
     gyre("train", write_config(tmp_path, {"eval.num_problems": 0}), "--plain", folder=tmp_path)
     if argv[0] == "chat":

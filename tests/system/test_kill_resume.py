@@ -109,9 +109,8 @@ def kill_and_compare(folder: Path, finished: Finished, name: str, faults: list[F
     assert story.num_attempts == len(faults) + 1
 
 
-@pytest.mark.parametrize(
-    "name", ["grpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("partial", "kl", "cached_prefixes"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["grpo", "partial", "kl", "cached_prefixes"])
 def test_killed_twice(tmp_path: Path, finished: Finished, name: str) -> None:
     """Once in a rollout of step 4, once after step 5 and before its snapshot."""
     faults = [
@@ -143,6 +142,7 @@ def test_killed_twice_without_rollouts(tmp_path: Path, finished: Finished, name:
     kill_and_compare(tmp_path, finished, name, faults)
 
 
+@pytest.mark.slow
 def test_partial_rollouts_cross_the_snapshot(finished: Finished) -> None:
     """The property that the comparison above needs: something was in flight when the run was killed."""
     run = finished("partial")
@@ -151,6 +151,7 @@ def test_partial_rollouts_cross_the_snapshot(finished: Finished) -> None:
     assert samples and max(len(sample["tokens"]) for sample in samples) > 10
 
 
+@pytest.mark.slow
 def test_groups_are_refilled_through_a_narrow_queue(tmp_path: Path) -> None:
     """The property that the comparison above needs: groups were replaced, and no request of the loop was refused."""
     answer = gyre("train", write_config(tmp_path, {**REFILLED, **NO_COLD_START}), "--plain", folder=tmp_path)

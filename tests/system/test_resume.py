@@ -166,6 +166,7 @@ def test_lost_steps_are_counted(tmp_path: Path, run: Path) -> None:
     assert [row["lost_steps"] for row in events_of(run, "run.resumed")] == [1]
 
 
+@pytest.mark.slow
 def test_a_run_is_lengthened(tmp_path: Path, run: Path) -> None:
     """The same numbers as a run that was to be so long from the start, since its learning rate is constant."""
     whole = gyre("train", write_config(tmp_path, {**QUICK, "trainer.steps": 6}), "--plain", folder=tmp_path)

@@ -223,7 +223,7 @@ def test_an_overflow_in_float16_is_skipped_on_all_ranks_alike(pair, layout):
 
 
 @pytest.mark.parametrize("layout", ["zero1", "zero3", "hybrid3", "mixed"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_snapshots_fit_any_number_of_ranks(ranks, layout, dtype):
     """One process's into four ranks and back, to the bit; and the run goes on from it."""
     settings = {"dtype": dtype, "reference_moving_average": 0.9, "spec": "odd"}

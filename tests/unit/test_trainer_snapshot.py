@@ -265,7 +265,9 @@ save()
 """
 
 
-@pytest.mark.parametrize("moment", [1, 4, 8, 11])
+@pytest.mark.parametrize(
+    "moment", [1, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow), 11]
+)
 def test_a_kill_while_writing_leaves_the_one_before(moment, tmp_path):
     store, _ = save(tmp_path, 1)
     done = subprocess.run([sys.executable, "-c", SAVER + KILLED, str(tmp_path), str(moment)], check=False)
@@ -323,6 +325,7 @@ def test_bytes_that_do_not_come_back_are_an_error(tmp_path, monkeypatch):
 # By several ranks ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_snapshot_goes_from_ranks_to_ranks_to_the_bit(ranks, tmp_path):
     """Through files: 1 process, ZeRO-3 on 4, hybrid, each ZeRO stage, 1 again; nobody writes what another one has."""
     settings = {"dtype": "bfloat16", "reference_moving_average": 0.9, "spec": "odd"}

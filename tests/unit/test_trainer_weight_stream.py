@@ -29,7 +29,7 @@ def test_one_process_trains_and_evaluates_to_the_same_bits(kind, dtype) -> None:
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
-@pytest.mark.parametrize("spec", ["tied", "deep"])
+@pytest.mark.parametrize("spec", ["tied", pytest.param("deep", marks=pytest.mark.slow)])
 def test_checkpointing_and_depth_change_nothing(mode, spec) -> None:
     """With two layers both stay; with five they take turns. Chunks are many."""
     assert equal_weights_away(None, "grpo", spec=spec, checkpointing=mode, tokens_per_chunk=32, dtype="bfloat16") == []

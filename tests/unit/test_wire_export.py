@@ -35,6 +35,7 @@ def test_a_first_rank_that_fails_at_its_disk_ends_the_wait(pair, tmp_path):
     assert not (tmp_path / "export").exists()
 
 
+@pytest.mark.slow
 def test_a_wait_for_the_first_rank_has_a_deadline(pair, tmp_path):
     told = [text for _, text in pair.run(exported_slowly, str(tmp_path), sync_s=5.0, deadline_s=0.5, fails=False)]
     assert told[1].startswith("DeadlineError: rank 0 has not begun to compare the export ")
