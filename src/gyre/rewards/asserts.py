@@ -79,13 +79,41 @@ def read_asserts(text: str, function: str | None) -> list[Assertion]:
         body = ast.parse(text.strip()).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise UnreadableTests(f"a test that is no Python: {text[:80]!r}") from error
+    found = [each for part in _parts(text, body) for each in _read_part(*part, function)]
+    if not found:
+        raise UnreadableTests(f"a test without an assert: {text[:80]!r}")
+    return found
+
+
+def _parts(text: str, body: list[ast.stmt]) -> list[tuple[str, list[ast.stmt]]]:
+    """The text itself, or one for each function of pytest's kind in it: what stands around them, and its body."""
+    tests = [each for each in body if isinstance(each, ast.FunctionDef) and _is_test(each)]
+    names = {each.name for each in tests}
+    around = [each for each in body if each not in tests and not _calls_one_of(each, names)]
+    parts = [[*around, *each.body] for each in tests]
+    return [(ast.unparse(ast.Module(part, [])), part) for part in parts] or [(text, body)]
+
+
+def _is_test(function: ast.FunctionDef) -> bool:
+    """As pytest finds one, where it needs nothing of pytest, and where its statements can stand in a module."""
+    leaves = (ast.Return, ast.Yield, ast.YieldFrom, ast.Global, ast.Nonlocal)
+    alone = ast.unparse(function.args) == "" and not function.decorator_list
+    return (
+        function.name.startswith("test") and alone and not any(isinstance(each, leaves) for each in ast.walk(function))
+    )
+
+
+def _calls_one_of(statement: ast.stmt, names: set[str]) -> bool:
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    return isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in names
+
+
+def _read_part(text: str, body: list[ast.stmt], function: str | None) -> list[Assertion]:
     reader = _Reader(text, body, function)
     try:
         reader.read(body, {})
     except NotKnown:
         reader.decide_inside(reader.whole())
-    if not reader.found:
-        raise UnreadableTests(f"a test without an assert: {text[:80]!r}")
     return reader.found
 
 

@@ -4,6 +4,7 @@ Out: fraction of tests passed, with a reason for each that failed.
 Tests, in the task's field `tests` (a list, or the mapping {"inputs", "outputs", "fn_name"?} of the known data sets):
 
     {"stdin": "3 4\\n", "stdout": "7\\n"}                    a whole program; each test is a start of its own
+    {"input": …, "output": …, "testtype": …}                the same, or a function, as LiveCodeBench writes them
     {"args": [3, 4], "kwargs": {}, "expected": 7}           a function, named by the task's field `function`
     "assert abs(add(3, 4) - 7) < 1e-6"                      an assert; also a text of several, or a check(candidate)
 
@@ -154,6 +155,17 @@ def _from_columns(tests: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{"stdin": _lines(given), "stdout": _lines(wanted)} for given, wanted in pairs]
 
 
+def _from_livecodebench(test: Mapping[str, Any]) -> dict[str, Any]:
+    """LiveCodeBench's rows: of a function, each line of the input is an argument as JSON, and the output is JSON."""
+    if test.get("testtype") != "functional":
+        return {"stdin": _lines(test["input"]), "stdout": _lines(test["output"])}
+    try:
+        args = [json.loads(line) for line in str(test["input"]).splitlines()]
+        return {"args": args, "expected": json.loads(str(test["output"]))}
+    except ValueError as error:
+        raise UnreadableTests(f"a functional test whose lines are no JSON: {str(test)[:80]!r}") from error
+
+
 def _lines(value: Any) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
@@ -161,6 +173,8 @@ def _lines(value: Any) -> str:
 def _read_test(test: Any, function: str | None) -> list[Case]:
     if isinstance(test, str):
         return [Case(calls=each.calls, assertion=each) for each in read_asserts(test, function)]
+    if isinstance(test, Mapping) and "input" in test and "output" in test:
+        test = _from_livecodebench(test)
     if isinstance(test, Mapping) and "stdin" in test and "stdout" in test:
         return [Case(stdin=str(test["stdin"]), stdout=str(test["stdout"]))]
     if isinstance(test, Mapping) and "expected" in test and isinstance(test.get("args"), list | tuple):
