@@ -8,7 +8,7 @@ GYRE := $(BIN)/gyre
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: demo install install-dev test test-all test-failed peers test-quick test-every check style types mutants gpu-test bench bench-gpu bench-gpus clean
+.PHONY: demo install install-dev test test-all test-failed peers test-every check style types mutants gpu-test bench bench-gpu bench-gpus clean
 
 demo: install
 	$(GYRE) train configs/arith_grpo_cpu.toml --check-goal
@@ -43,13 +43,10 @@ style: install-dev
 types: install-dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-# Types are checked beside the tests: that takes a minute of one core, and a fault in either fails the whole.
 test: style
-	$(MAKE) --jobs 2 types test-quick
-
-test-quick: install-dev
 	$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not gpu"
 
+# Types are checked beside the tests: that takes a minute of one core, and a fault in either fails the whole.
 # Without the package index the tests that need the peers fail, each with the reason; the others still run.
 test-all: style
 	-$(MAKE) peers

@@ -19,7 +19,7 @@ SOURCE = Path(gyre.__file__).parents[1]
 HERE = Path(__file__).parent
 WALL_S = 1.5  # of drill.py
 MODES = ("strong", "bubblewrap", "weak")
-QUICK = {("strong", "own"), ("strong", "ordinary")}
+QUICK = {("strong", "own")}
 FILES = {"strong": {"exit"}, "bubblewrap": {"exit"}, "weak": {"files"}}
 
 

@@ -75,7 +75,9 @@ def test_a_wheel_is_enough_to_begin(installed: Path, tmp_path: Path) -> None:
     assert (tmp_path / result["run"] / "export" / "model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "grpo"])  # grpo: above
+@pytest.mark.parametrize(
+    "kind", ["sft", "rm", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("ppo", "dpo"))]
+)  # grpo: above
 def test_what_it_writes_trains_as_it_is(kind: str, tmp_path: Path) -> None:
     assert begin(tmp_path, "my-own", "--from", kind).code == 0
     answer = gyre("train", "my-own.toml", *short(kind), "--json", folder=tmp_path)

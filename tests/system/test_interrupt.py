@@ -26,7 +26,7 @@ MOMENTS = {
     "stages": Fault(point="event", match="stage.done", number=1, action="interrupt"),
     "export": Fault(point="event", match="phase.started export", number=1, action="interrupt"),
 }
-QUICK = ("rollout", "snapshot")
+QUICK = ("rollout",)
 
 
 @pytest.fixture(scope="module")

@@ -65,6 +65,7 @@ def test_a_fresh_model_with_a_tokenizer_of_ours_exports(tmp_path: Path, family: 
     check_export(run, family)
 
 
+@pytest.mark.slow
 def test_a_tokenizer_that_others_would_misread_is_an_event(tmp_path: Path) -> None:
     first = gyre("train", write_config(tmp_path, {"trainer.steps": 1}), "--json", folder=tmp_path).json["run"]
     sets = {"model.shape.family": "qwen2", "trainer.steps": 1, "tokenizer": {"path": f"{first}/tokenizer"}}

@@ -394,13 +394,12 @@ def test_a_rank_that_fails_fails_the_save_on_all(ranks, tmp_path, how, says, bac
         assert answer["left"] == ["step-00000001"] and answer["seconds"] < 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "says"),
     [
         ("copy", ", 4.8 s after another rank's part"),
-        pytest.param(
-            "memory", "the memory that snapshots are staged in is not there after 9 s", marks=pytest.mark.slow
-        ),
+        ("memory", "the memory that snapshots are staged in is not there after 9 s"),
     ],
 )
 def test_a_rank_that_waits_too_long_for_its_copy_says_so_itself(tmp_path, what, says):

@@ -45,6 +45,7 @@ def test_products_in_8_bits_and_a_file_change_nothing(tmp_path) -> None:
     assert_bits_equal(weights_of(other), weights_of(plain))
 
 
+@pytest.mark.slow
 def test_moments_in_8_bits_change_nothing(pair) -> None:
     pytest.importorskip("bitsandbytes")
     settings = {"spec": "blocks", "dtype": "bfloat16", "moments": "8_bit"}
