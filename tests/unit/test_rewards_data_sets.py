@@ -61,6 +61,11 @@ def test_calls_of_the_functions_change_nothing(tail):
     ]  # fmt: skip
 
 
+def test_an_assert_beside_the_functions_counts_once():
+    texts = [case.assertion.text for case in read_tests(f"assert add(0, 0) == 0\n{KODCODE}", None)]
+    assert len(texts) == 5 and texts[0] == "add(0, 0) == 0"
+
+
 def test_what_cannot_be_split_still_runs_its_statements(cell):
     """Decided inside, and never taken for passed because nobody calls the function."""
     text = "def test_it():\n    try:\n        assert add(1, 2) == 3\n    except ValueError:\n        raise\n"

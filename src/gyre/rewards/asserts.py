@@ -86,12 +86,19 @@ def read_asserts(text: str, function: str | None) -> list[Assertion]:
 
 
 def _parts(text: str, body: list[ast.stmt]) -> list[tuple[str, list[ast.stmt]]]:
-    """The text itself, or one for each function of pytest's kind in it: what stands around them, and its body."""
+    """The text itself, or one for each function of pytest's kind in it: what stands around them, and its body. Asserts
+    around them are one more, so that each counts once."""
     tests = [each for each in body if isinstance(each, ast.FunctionDef) and _is_test(each)]
     names = {each.name for each in tests}
     around = [each for each in body if each not in tests and not _calls_one_of(each, names)]
-    parts = [[*around, *each.body] for each in tests]
-    return [(ast.unparse(ast.Module(part, [])), part) for part in parts] or [(text, body)]
+    checking = [each for each in around if isinstance(each, ast.Assert | ast.For) and _tests_within(each)]
+    given = [each for each in around if each not in checking]
+    parts = [*([around] if checking else []), *([*given, *each.body] for each in tests)]
+    return [(ast.unparse(ast.Module(part, [])), part) for part in parts] if tests else [(text, body)]
+
+
+def _tests_within(statement: ast.stmt) -> bool:
+    return any(isinstance(each, ast.Assert) for each in ast.walk(statement))
 
 
 def _is_test(function: ast.FunctionDef) -> bool:
