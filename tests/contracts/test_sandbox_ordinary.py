@@ -55,6 +55,7 @@ def outside(tmp_path_factory):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mode", ["strong", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("bubblewrap", "weak"))]
 )

@@ -99,6 +99,7 @@ def test_a_budget_too_small_names_the_owners(tmp_path: Path) -> None:
     assert "Traceback" not in answer.err
 
 
+@pytest.mark.slow
 def test_a_tight_budget_spills(tmp_path: Path, resident: Story) -> None:
     """A budget that holds each phase, and not all components at once, is met by moving what is not needed."""
     peak = max(row["planned_peak_device_bytes"] for row in events_of(run_with(tmp_path, {}), "memory"))

@@ -54,6 +54,7 @@ def test_trains_and_exports(tmp_path: Path, family: str) -> None:
     check_export(run, family)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_a_fresh_model_with_a_tokenizer_of_ours_exports(tmp_path: Path, family: str) -> None:
     """transformers chooses the class that reads the tokenizer's files by the family. (qwen3: test_commands.)"""

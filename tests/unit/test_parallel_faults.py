@@ -17,6 +17,7 @@ def ranks():
     pool.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["zero1", "zero3"])
 def test_a_rank_that_raises_is_named_on_all(ranks, layout):
     assert ranks.run(warmed) == [6.0, 6.0, 6.0]

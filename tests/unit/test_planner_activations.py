@@ -32,6 +32,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("changes", "lengths", "dtype", "targets", "vocab"), CASES)
 def test_formula_is_what_autograd_keeps_on_this_cpu(changes, lengths, dtype, targets, vocab) -> None:
     spec = make_spec(vocab, **changes)

@@ -280,7 +280,8 @@ def test_without_the_library_the_setting_is_refused(monkeypatch):
     assert "gyre-rl[moments]" in caught.value.hint
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_one_process_trains_to_the_same_bits_with_state_away(tmp_path, dtype):
     assert equal_away(None, "sft", list(AWAY), str(tmp_path), dtype=dtype, spec="blocks", **CODED) == []
 
@@ -411,6 +412,7 @@ def test_every_layout_updates_to_the_same_bits(ranks, tmp_path, layout, dtype):
         assert wrong == [], how
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["zero1", "zero2", "zero3", "hybrid1", "hybrid3"])
 def test_training_over_ranks_is_near_one_process(ranks, layout):
     """Sums in another order flip codes at the edge between two, so this is near and no more."""
@@ -425,6 +427,7 @@ def test_training_over_ranks_is_near_one_process(ranks, layout):
             assert np.abs(found[name] - tensor).max() < 2e-3, name  # of three updates of 1e-3
 
 
+@pytest.mark.slow
 def test_a_snapshot_moves_between_any_numbers_of_ranks(ranks):
     """One process → 4 ranks of each layout → one process: the same bits all the way."""
     given = {"spec": "blocks", "dtype": "bfloat16", **CODED}

@@ -128,6 +128,7 @@ def test_a_snapshot_of_a_wider_run_starts_the_scale_anew():
     assert wide._loss_scale is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings", [{"dtype": torch.float16}, {"matmul": "fp8"}, {"matmul": "fp8", "dtype": torch.bfloat16}], ids=str
 )

@@ -271,6 +271,7 @@ def test_state_away_from_the_device_changes_no_bit(ranks, tmp_path, kind, layout
     assert results == [[]] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["zero1", "zero3"])
 def test_snapshots_of_state_away_fit_state_on_the_device_and_back(ranks, tmp_path, layout):
     state = saved(None, "ppo", steps=2, dtype="bfloat16")

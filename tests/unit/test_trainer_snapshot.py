@@ -439,7 +439,8 @@ def test_a_disk_that_is_stuck_on_one_rank_ends_the_wait_on_all(tmp_path):
     assert told == [late, late]
 
 
-@pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("background", [False, True])
 def test_a_rank_killed_in_a_save_is_named_and_the_one_before_is_whole(tmp_path, background):
     pool = RankPool(2)
     try:

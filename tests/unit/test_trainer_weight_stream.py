@@ -22,14 +22,16 @@ from gyre.vram.manager import MemoryManager
 from gyre.vram.phases import default_needs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sft", "rm", "dpo", "grpo", "ppo"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_one_process_trains_and_evaluates_to_the_same_bits(kind, dtype) -> None:
     assert equal_weights_away(None, kind, dtype=dtype) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
-@pytest.mark.parametrize("spec", ["tied", pytest.param("deep", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("spec", ["tied", "deep"])
 def test_checkpointing_and_depth_change_nothing(mode, spec) -> None:
     """With two layers both stay; with five they take turns. Chunks are many."""
     assert equal_weights_away(None, "grpo", spec=spec, checkpointing=mode, tokens_per_chunk=32, dtype="bfloat16") == []
