@@ -73,6 +73,10 @@ CASES = {
     "tokenizer name": ({"tokenizer": "nobody/nothing"}, "tokenizer nobody/nothing: there is no such folder here"),
     "data file": ({"data": "row.jsonl"}, "data file row.jsonl does not exist; did you mean rows.jsonl"),
     "data set": ({"data": "nobody/nothing", "source": "datasets"}, "data set nobody/nothing: there is no such folder"),
+    "data set that is a file": (
+        {"data": "rows.jsonl", "source": "datasets"},
+        "data.path rows.jsonl is a file; data.source",
+    ),
     "data folder": ({"data": "/nowhere/set", "source": "datasets"}, "data set /nowhere/set does not exist"),
 }
 

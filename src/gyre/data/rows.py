@@ -179,9 +179,7 @@ def refuse_missing_data(config: DataConfig) -> None:
             if value := getattr(config, key):
                 _data_file(value, key)
         return
-    path = Path(config.path).expanduser()
-    if not path.exists():
-        _refuse_unknown_set(config.path, path)
+    _refuse_what_is_no_set(config.path)
 
 
 def _data_file(value: str, key: str) -> Path:
@@ -194,8 +192,16 @@ def _data_file(value: str, key: str) -> Path:
     return path
 
 
-def _refuse_unknown_set(name: str, path: Path) -> None:
-    """InputError for a name that the hub has not, or that can be had from nowhere."""
+def _refuse_what_is_no_set(name: str) -> None:
+    """InputError for a file, a name that the hub has not, or one that can be had from nowhere."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return
+    if path.exists():
+        raise InputError(
+            f'data.path {name} is a file; data.source = "datasets" needs a folder or a hub name',
+            hint='read a file with data.source = "jsonl" or "parquet"',
+        )
     if not is_hub_name(name):
         raise InputError(
             f"data set {name} does not exist{near_folders(path)}",
@@ -219,8 +225,7 @@ def _hf_home() -> str:
 
 def _dataset_rows(config: DataConfig, split: str) -> Iterator[Row]:
     path = Path(config.path).expanduser()
-    if not path.exists():
-        _refuse_unknown_set(config.path, path)  # before the library is loaded, and tries for half a minute
+    _refuse_what_is_no_set(config.path)  # before the library is loaded, and tries for half a minute
     try:
         import datasets
         from datasets.exceptions import DatasetsError
