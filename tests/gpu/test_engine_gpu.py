@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from gyre.core.records import Request, Sampling
-from gyre.engine.attention import KvPool
 from gyre.engine.config import EngineConfig
 from gyre.engine.host_kv import HostKv
 from gyre.engine.native import NativeEngine
+from gyre.engine.pool import KvPool
 from gyre.engine.streams import collect
 from gyre.kernels import reference
 from gyre.models.config import ShapeConfig

@@ -14,8 +14,7 @@ from gyre.core.records import Request
 from gyre.engine.cycle import Cycle
 from gyre.engine.roster import Roster
 from gyre.engine.rows import Rows
-from gyre.engine.scheduler import Step
-from gyre.engine.settle import Sampled
+from gyre.engine.step import Sampled, Step
 
 PAGE_TOKENS, VOCAB, STOP = 4, 5, 4
 

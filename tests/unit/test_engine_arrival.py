@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gyre.core.errors import DeadlineError
 from gyre.engine.arrival import NAP_S, SPIN_S, Arrival, wait_for
-from gyre.engine.scheduler import Chunk, Step
+from gyre.engine.step import Chunk, Step
 
 QUESTION_S = 2e-6  # what a question and a pause of nothing take
 

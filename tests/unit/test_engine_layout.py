@@ -9,7 +9,7 @@ import pytest
 
 from gyre.engine.layout import StepLayout, lay_out, plan_buckets
 from gyre.engine.rows import Rows
-from gyre.engine.scheduler import Chunk, Step
+from gyre.engine.step import Chunk, Step
 
 PAGE_TOKENS, NUM_ROWS, NUM_PAGES, WIDTH = 4, 8, 400, 160
 

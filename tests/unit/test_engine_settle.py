@@ -11,8 +11,9 @@ from gyre.core.records import Partial, Request, Sampling
 from gyre.engine.prompts import Piece
 from gyre.engine.requests import Sequence, sequences_of
 from gyre.engine.roster import Roster
-from gyre.engine.scheduler import Step, schedule
-from gyre.engine.settle import Sampled, advance, book, end_complete_partials, end_request
+from gyre.engine.scheduler import schedule
+from gyre.engine.settle import advance, book, end_complete_partials, end_request
+from gyre.engine.step import Sampled, Step
 from gyre.engine.swap import NO_SWAP
 
 PAGE_TOKENS, VERSION, PROMPT = 4, 7, 5

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gyre.engine.attention import KvPool
 from gyre.engine.cpu_step import CpuStep
 from gyre.engine.parameters import COLDEST
+from gyre.engine.pool import KvPool
 from gyre.engine.rows import Rows
 from gyre.engine.sampler import choose, make_rules
-from gyre.engine.scheduler import Chunk, Step
+from gyre.engine.step import Chunk, Step
 from gyre.kernels import reference
 from gyre.models.decoder import Decoder
 from gyre.models.init import init_weights

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from gyre.cli import doctor
-from gyre.engine.attention import KvPool
 from gyre.engine.config import EngineConfig
 from gyre.engine.cpu_runner import CpuRunner
-from gyre.engine.runner import Runner, StepRunner
+from gyre.engine.pool import KvPool
+from gyre.engine.runner import Runner
 from gyre.engine.runners import choose_runner
+from gyre.engine.step import StepRunner
 from gyre.kernels.cpu import build
 from gyre.kernels.cpu.build import INSTRUCTION_SETS, InstructionSet, Unavailable, choose_instructions
 from gyre.kernels.cpu.library import CModel, DecoderLibrary, load_decoder

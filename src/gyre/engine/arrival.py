@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from gyre.core.errors import DeadlineError
-from gyre.engine.scheduler import Step
+from gyre.engine.step import Step
 
 SPIN_S = 0.002  # asked without a pause for so long: what comes in time is late by microseconds
 NAP_S = 50e-6

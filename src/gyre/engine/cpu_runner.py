@@ -11,15 +11,14 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from gyre.engine.attention import KvPool
 from gyre.engine.cpu_step import CpuStep
 from gyre.engine.draws import uniforms
+from gyre.engine.pool import KvPool
 from gyre.engine.rows import Rows
 from gyre.engine.rulebook import RuleBook
-from gyre.engine.runner import Flight, TorchFlight
-from gyre.engine.scheduler import Step
+from gyre.engine.runner import TorchFlight
 from gyre.engine.scoring import find_targets, score
-from gyre.engine.settle import Sampled
+from gyre.engine.step import Flight, Sampled, Step
 from gyre.models.decoder import Decoder
 
 

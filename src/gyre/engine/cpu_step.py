@@ -16,10 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gyre.engine.attention import KvPool
+from gyre.engine.pool import KvPool
 from gyre.engine.rows import Rows
-from gyre.engine.scheduler import Step
-from gyre.engine.settle import Sampled
+from gyre.engine.step import Sampled, Step
 from gyre.kernels.cpu.build import Unavailable
 from gyre.kernels.cpu.library import PARTS, CModel, CStep, DecoderLibrary, load_decoder
 from gyre.kernels.norm import rms_norm

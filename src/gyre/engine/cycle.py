@@ -20,9 +20,9 @@ from gyre.core.records import Finish, Partial, Request, TokenChunk
 from gyre.engine import requests
 from gyre.engine.preemption import mix_versions, preempt, void_swapped
 from gyre.engine.roster import Roster
-from gyre.engine.runner import Flight, StepRunner
-from gyre.engine.scheduler import Step, must_preempt, schedule
+from gyre.engine.scheduler import must_preempt, schedule
 from gyre.engine.settle import TextStop, advance, book, end_complete_partials, end_request
+from gyre.engine.step import Flight, Step, StepRunner
 from gyre.engine.swap import Slots
 
 SPARE_TOKENS = 4  # decoded beyond the longest stop string, so that its first character never lies at the window's edge

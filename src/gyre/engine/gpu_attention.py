@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gyre.engine.attention import KvPool
 from gyre.engine.gpu_layout import cut_tiles, most_pieces
-from gyre.engine.scheduler import Chunk
+from gyre.engine.pool import KvPool
+from gyre.engine.step import Chunk
 from gyre.kernels.gpu.decode_attention import PROGRAMS_PER_SM, DecodeScratch, DecodeWork, decode_attention
 from gyre.kernels.gpu.flash4 import HEAD_DIMS, Flash4, find_flash4
 from gyre.kernels.gpu.flash4 import PAGE_TOKENS as FLASH4_PAGE

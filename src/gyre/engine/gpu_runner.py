@@ -17,17 +17,16 @@ import torch
 from torch import Tensor
 
 from gyre.engine.arrival import Arrival
-from gyre.engine.attention import KvPool, to_device
 from gyre.engine.draws import uniforms
 from gyre.engine.gpu_attention import ChunkArrays, GpuAttention
 from gyre.engine.gpu_layout import plan_graph_batches, plan_piece
 from gyre.engine.gpu_state import DeviceRows, Staging
+from gyre.engine.pool import KvPool, to_device
 from gyre.engine.rows import Rows
 from gyre.engine.rulebook import RuleBook
-from gyre.engine.runner import Flight, TorchFlight
-from gyre.engine.scheduler import Step
+from gyre.engine.runner import TorchFlight
 from gyre.engine.scoring import Scores, find_targets, score
-from gyre.engine.settle import Sampled
+from gyre.engine.step import Flight, Sampled, Step
 from gyre.kernels.gpu.decode_attention import DecodeWork
 from gyre.kernels.gpu.items import INVARIANT_PIECE, align, cut_pieces
 from gyre.kernels.gpu.matmul import TILES

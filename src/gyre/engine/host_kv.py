@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from gyre.engine.attention import KvPool, to_device
+from gyre.engine.pool import KvPool, to_device
 from gyre.vram.hostbuffer import HostBuffer
 
 STAGED_PAGES = 64  # copied through device memory at once

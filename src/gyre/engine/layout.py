@@ -16,7 +16,7 @@ import numpy as np
 
 from gyre.engine.pages import NULL_PAGE
 from gyre.engine.rows import Rows
-from gyre.engine.scheduler import Step
+from gyre.engine.step import Step
 
 BUCKET_SLACK = 4096  # padded query-key pairs worth less than the operations of one more bucket
 BUCKET_WASTE = 0.3  # padded pairs per real one that a bucket may have beyond the slack

@@ -17,9 +17,9 @@ import torch
 
 from gyre.core.errors import InputError
 from gyre.core.records import Component, Tier, Usage
-from gyre.engine.attention import KvPool
 from gyre.engine.config import EngineConfig, plan_num_pages, plan_num_slots
 from gyre.engine.host_kv import HostKv
+from gyre.engine.pool import KvPool
 from gyre.models.decoder import Decoder
 from gyre.vram.pools import PoolTenant, StoragePool
 from gyre.vram.virtual import find_driver, virtual_zeros

@@ -18,12 +18,12 @@ from gyre.core.contracts import CommitPolicy
 from gyre.core.errors import InputError
 from gyre.core.records import Component, EngineStats, Health, Manifest, Partial, Request, Tier, TokenChunk, Usage
 from gyre.engine.admission import Limits, Load, find_overload, find_refusal
-from gyre.engine.attention import KvPool
 from gyre.engine.config import EngineConfig, plan_engine, plan_rates, scoring_bytes
 from gyre.engine.cycle import Cycle, Decodes
 from gyre.engine.desk import Admitted, CycleBroke, Desk, by_deadline
 from gyre.engine.host_kv import HostKv
 from gyre.engine.memory import KV, KV_HOST, WEIGHTS, EngineMemory
+from gyre.engine.pool import KvPool
 from gyre.engine.requests import WITHDRAWN
 from gyre.engine.roster import Counters, Roster
 from gyre.engine.runners import choose_runner

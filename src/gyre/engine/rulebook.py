@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gyre.engine.attention import to_device
 from gyre.engine.history import History
+from gyre.engine.pool import to_device
 from gyre.engine.rows import Rows
 from gyre.engine.sampler import Choice, Rules, choose, make_rules
-from gyre.engine.scheduler import Step
 from gyre.engine.shaping import Past, Shaping, make_shaping
+from gyre.engine.step import Step
 
 
 class RuleBook:

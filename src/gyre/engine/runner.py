@@ -8,47 +8,21 @@ are on the host. Caller: cycle, on the compute thread.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from gyre.engine.arrival import Arrival
-from gyre.engine.attention import KvPool, make_attend, to_device
+from gyre.engine.attention import make_attend
 from gyre.engine.draws import uniforms
 from gyre.engine.layout import StepLayout, lay_out
+from gyre.engine.pool import KvPool, to_device
 from gyre.engine.rows import Rows
 from gyre.engine.rulebook import RuleBook
 from gyre.engine.sampler import Choice, Rules
-from gyre.engine.scheduler import Step
 from gyre.engine.scoring import Scores, pieces_of, score_prompts
-from gyre.engine.settle import Sampled
+from gyre.engine.step import Sampled, Step
 from gyre.models.decoder import Decoder
-
-
-class Flight(Protocol):
-    """A launched step whose results may not be on the host yet. Flights are fetched in the order of their launch, at
-    most once each; one that nobody needs any more is dropped unfetched."""
-
-    def fetch(self) -> Sampled:
-        """Block until the results are on the host; DeadlineError when the device takes too long."""
-        ...
-
-
-class StepRunner(Protocol):
-    """Runs steps on one device, in the order in which they are launched.
-
-    `launch` reads the rows before it returns, and the rows change as soon as it has. At that time the step itself is
-    not counted yet: computed_R[row] is the position of a decoding row's input token and length_R[row] that of the
-    token to be chosen (`step.sample_positions`). The values in tokens_RW are only known up to known_R, so a runner
-    keeps each row's last chosen token on the device and takes decode inputs from there; what `step.restored_rows`
-    names it first takes from tokens_RW[row, computed_R[row]]. All other token values that a step needs are known.
-    """
-
-    pool: KvPool
-
-    def launch(self, rows: Rows, step: Step) -> Flight: ...
 
 
 class TorchFlight:

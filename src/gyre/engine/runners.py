@@ -9,11 +9,12 @@ from collections.abc import Callable
 import torch
 
 from gyre.core.errors import InputError
-from gyre.engine.attention import KvPool
 from gyre.engine.config import EngineConfig
 from gyre.engine.cpu_runner import CpuRunner
 from gyre.engine.cpu_step import why_not_c
-from gyre.engine.runner import Runner, StepRunner
+from gyre.engine.pool import KvPool
+from gyre.engine.runner import Runner
+from gyre.engine.step import StepRunner
 from gyre.kernels.choose import why_too_old
 from gyre.models.decoder import Decoder
 from gyre.models.spec import ModelSpec

@@ -9,44 +9,12 @@ nothing starves.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from gyre.engine.preemption import choose, num_pages_to_resume, preempt, resume
 from gyre.engine.requests import State
 from gyre.engine.roster import Roster
-from gyre.engine.swap import Pairs
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """A piece of one row's known tokens to compute."""
-
-    row: int
-    start: int  # position of its first token
-    count: int  # tokens
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """What one forward pass computes and who chooses a token after it."""
-
-    decode_rows: np.ndarray  # int64 [B]: one token each
-    chunks: tuple[Chunk, ...]
-    sample_rows: np.ndarray  # int64 [N]: decode_rows, then rows whose prompt ends in this step, and their forks
-    sample_chunks: np.ndarray  # int64 [N - B]: for the latter, the chunk whose last token they continue
-    sample_positions: np.ndarray  # int64 [N]: where in its sequence each chosen token goes
-    sample_tenures: np.ndarray  # int64 [N]: the stays for which they choose; a row may have a new tenant by then
-    restored_rows: np.ndarray  # int64: decoding rows whose last token the device must take from the host
-    version: int  # of the weights that choose
-    swap_out: Pairs  # pages → slots of the host pool, copied before all else
-    swap_in: Pairs  # slots → pages, copied next
-    copies: tuple[tuple[int, int], ...]  # (from, to) pages, copied after the pass
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.decode_rows) + sum(chunk.count for chunk in self.chunks)
+from gyre.engine.step import Chunk, Step
 
 
 def schedule(roster: Roster, *, token_budget: int, version: int) -> Step | None:

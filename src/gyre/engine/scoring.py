@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gyre.engine.attention import to_device
+from gyre.engine.pool import to_device
 from gyre.engine.prompts import Piece, PromptBook
 from gyre.engine.raw import score_targets
 from gyre.engine.rows import Rows
-from gyre.engine.scheduler import Step
+from gyre.engine.step import Step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,30 +10,16 @@ requests for reasons from outside (abort, deadline, interrupt), with nothing in 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from gyre.core.records import Finish, Partial, TokenChunk
-from gyre.engine.prompts import Piece
 from gyre.engine.requests import Chosen, Sequence, make_chunk, make_partial
 from gyre.engine.roster import Roster
-from gyre.engine.scheduler import Step
+from gyre.engine.step import Sampled, Step
 
 # (sequence, tokens chosen so far) → whether the last token completed one of its stop strings
 TextStop = Callable[[Sequence, np.ndarray], bool]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampled:
-    """What the sampler chose for `Step.sample_rows`, on the host."""
-
-    tokens: np.ndarray  # int32 [N]
-    logprobs: np.ndarray  # float32 [N], after temperature and truncation
-    raw_logprobs: np.ndarray  # float32 [N]
-    supports: dict[int, np.ndarray]  # place in sample_rows → int32 ids that truncation left, for rows that truncate
-    told: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)  # place → ids, raw log-probs [≥ K]
-    pieces: tuple[Piece, ...] = ()  # prompt log-probs of the step's chunks, for those that ask
 
 
 def advance(roster: Roster, step: Step) -> None:
