@@ -60,7 +60,7 @@ test-failed: check
 	$(PYTEST) -m "not gpu" --last-failed --last-failed-no-failures none -rA
 
 # Changes the pure modules' operators and constants and asks whether a test notices: hours; goes on where it was stopped.
-# MODULES="engine/pages.py" takes some; AGAIN=--again asks once more about what survived. docs/mutants.md.
+# MODULES="engine/kv_cache/page_allocator.py" takes some; AGAIN=--again asks once more about what survived. docs/mutants.md.
 mutants: install-dev .venvs/mutants/.installed
 	nice $(BIN)/python tests/mutants/run.py $(AGAIN) $(MODULES)
 

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from gyre.engine.gpu_layout import cut_tiles, plan_piece
+from gyre.engine.runners.gpu_work import cut_tiles, plan_piece
 from gyre.kernels.gpu import decode_attention as decode
 from gyre.kernels.gpu import prefill_attention as prefill
 from gyre.kernels.gpu.flash4 import find_flash4
-from gyre.kernels.gpu.items import cut_pieces
+from gyre.kernels.gpu.work_list import cut_pieces
 from record import parser, say
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128

@@ -25,16 +25,16 @@ import numpy as np
 import torch
 
 from gyre.core.records import Request, Sampling
-from gyre.engine import cpu_step
 from gyre.engine.config import EngineConfig
-from gyre.engine.native import NativeEngine
-from gyre.engine.streams import collect
+from gyre.engine.engine import NativeEngine
+from gyre.engine.frontend.token_stream import collect
+from gyre.engine.runners import cpu_step
 from gyre.kernels.allocator import keep_freed_memory
 from gyre.kernels.cpu.build import INSTRUCTION_SETS
 from gyre.kernels.cpu.library import load_decoder
 from gyre.models.decoder import Decoder
+from gyre.models.hub.load import export_hub, load_hub
 from gyre.models.init import init_weights
-from gyre.models.load import export_hub, load_hub
 from gyre.models.spec import ModelSpec
 from peers.environment import peer_python
 from record import kept_peer, parser, say

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gyre.distributed.process_group import Group
 from gyre.engine.weights import EngineWeights
 from gyre.models.decoder import Decoder
-from gyre.parallel.group import Group
 from gyre.weights.gather import ShardSource
 from gyre.weights.transports.inprocess import shares_storage
 from ranks import Ranks, RanksFailed, Tell, print_line, timed

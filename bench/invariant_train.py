@@ -24,8 +24,8 @@ from gyre.core.records import TrainBatch, TrainSequence
 from gyre.models.decoder import Decoder
 from gyre.objectives.config import GrpoConfig
 from gyre.trainer.config import TrainerConfig
-from gyre.trainer.invariant import InvariantLogprobs
-from gyre.trainer.native import NativeTrainer
+from gyre.trainer.passes.batch_invariant import InvariantLogprobs
+from gyre.trainer.trainer import NativeTrainer
 from record import parser, say
 
 SHORTEST, LONGEST = 100, 1024

@@ -19,18 +19,18 @@ import torch
 from torch import Tensor
 
 from gyre.core.records import TrainBatch, TrainSequence
+from gyre.memory.pools.cuda_vmm import VirtualUsage
 from gyre.models.decoder import Decoder
 from gyre.models.init import init_weights
 from gyre.models.spec import ModelSpec
 from gyre.objectives.config import SftConfig
-from gyre.planner.activations import Checkpointing
 from gyre.planner.hardware import saving_on_cpu, saving_on_cuda
-from gyre.planner.layouts import Layout, state_bytes
-from gyre.planner.moments import Job, train_moments
-from gyre.planner.shapes import find_shape, model_numbers
+from gyre.planner.memory_model.activations import Checkpointing
+from gyre.planner.memory_model.peaks import Job, train_moments
+from gyre.planner.memory_model.states import Layout, state_bytes
+from gyre.planner.model_zoo import find_shape, model_numbers
 from gyre.trainer.config import TrainerConfig
-from gyre.trainer.native import NativeTrainer
-from gyre.vram.virtual import VirtualUsage
+from gyre.trainer.trainer import NativeTrainer
 from record import parser, say
 
 LIMIT_PERCENT = 10.0

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gyre.parallel.group import Group
-from gyre.parallel.start import Seat, child_environment, hold_store, join, leave
+from gyre.distributed.init import Seat, child_environment, hold_store, join, leave
+from gyre.distributed.process_group import Group
 
 START_S = 150.0  # of processes: imports, the device, the first collective
 COLLECTIVE_S = 60.0

@@ -12,7 +12,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from gyre.observe.hardware import describe_hardware
+from gyre.observability.hardware import describe_hardware
 
 RECORDS = Path(__file__).parent / "records"
 

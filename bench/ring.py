@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from gyre.observe.events import read_events
-from gyre.wire.commands import train
+from gyre.launch.commands import train
+from gyre.observability.events import read_events
 from record import circumstances, parser, say
 
 CONFIGS = Path(__file__).parent.parent / "configs"

@@ -22,10 +22,10 @@ import torch
 
 import gyre
 from gyre.models.decoder import Decoder
-from gyre.models.export import export_hub
+from gyre.models.hub.export import export_hub
 from gyre.models.init import init_weights
 from gyre.models.spec import ModelSpec
-from gyre.observe.events import read_events
+from gyre.observability.events import read_events
 from gyre.text.tokenizer import train_tokenizer
 
 HERE = Path(__file__).parent

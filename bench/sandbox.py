@@ -15,8 +15,8 @@ import sys
 import time
 from typing import Any
 
-from gyre.rewards.executors import Cells, choose_mode
-from gyre.rewards.sandbox import Limits, Program
+from gyre.rewards.sandbox.executors import Cells, choose_mode
+from gyre.rewards.sandbox.records import Limits, Program
 from record import parser, say
 
 PEER = {"name": "Kimi k1.5 (published; containers, 16 cores)", "value": 120.0}

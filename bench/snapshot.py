@@ -29,12 +29,12 @@ from typing import Any
 import torch
 
 from gyre.core.errors import DeadlineError
-from gyre.observe.hardware import describe_hardware
-from gyre.parallel.group import Group
-from gyre.trainer.native import NativeTrainer
-from gyre.trainer.saver import Saver
-from gyre.trainer.snapshot import SnapshotStore, find_faults
-from gyre.vram.hostbuffer import HostBuffer
+from gyre.distributed.process_group import Group
+from gyre.memory.pools.host_buffer import HostBuffer
+from gyre.observability.hardware import describe_hardware
+from gyre.trainer.checkpoint.saver import Saver
+from gyre.trainer.checkpoint.store import SnapshotStore, find_faults
+from gyre.trainer.trainer import NativeTrainer
 from ranks import Ranks, RanksFailed, Tell, print_line, settle, timed
 from record import circumstances, parser, say
 from train_ranks import SHAPES, Row, make_batch, make_trainer

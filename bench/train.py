@@ -29,22 +29,22 @@ from torch.profiler import ProfilerActivity, profile
 
 from engine import COMMON, SHAPES, fill_dummy
 from gyre.core.records import Checkpointing, Matmul, Moments, TrainSequence
+from gyre.distributed.config import ParallelConfig
+from gyre.distributed.mesh import Splitter
+from gyre.distributed.process_group import alone
 from gyre.kernels import flash
 from gyre.kernels.attention import varlen_attention
-from gyre.kernels.choose import why_torch
+from gyre.kernels.dispatch import why_torch
 from gyre.kernels.rope import rope_tables
 from gyre.models.decoder import Decoder, Layer
 from gyre.models.flops import forward_flops
 from gyre.models.spec import ModelSpec
 from gyre.objectives.config import SftConfig
-from gyre.parallel.config import ParallelConfig
-from gyre.parallel.group import alone
-from gyre.parallel.mesh import Splitter
-from gyre.trainer.chunk import Chunk, build_chunk
+from gyre.trainer.batching.microbatch import Chunk, build_chunk
 from gyre.trainer.config import TrainerConfig
-from gyre.trainer.learner import Learner
-from gyre.trainer.passes import chunk_logprobs
-from gyre.trainer.update import Models, collect_gradients
+from gyre.trainer.passes.backward import Models, collect_gradients
+from gyre.trainer.passes.forward import chunk_logprobs
+from gyre.trainer.roles.trained_model import Learner
 from record import parser, say
 
 PEAK_FLOPS, MATMUL_FLOPS, FP8_FLOPS = 989e12, 794e12, 1458e12  # data sheet of BF16; measured on an H200

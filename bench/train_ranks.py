@@ -36,20 +36,20 @@ from torch.profiler import ProfilerActivity, profile
 
 from gyre.core.config import Section
 from gyre.core.records import Checkpointing, Matmul, StepReport, TrainBatch, TrainSequence
+from gyre.distributed.config import ParallelConfig, SumGradients, Zero
+from gyre.distributed.process_group import Group
+from gyre.memory.pools.cuda_vmm import VirtualUsage
 from gyre.models.decoder import Decoder
 from gyre.models.flops import forward_flops
 from gyre.models.spec import ModelSpec
 from gyre.objectives.config import AnyObjective, GrpoConfig, SftConfig
-from gyre.parallel.config import ParallelConfig, SumGradients, Zero
-from gyre.parallel.group import Group
 from gyre.planner.hardware import saving_on_cpu, saving_on_cuda
-from gyre.planner.layouts import Layout
-from gyre.planner.moments import Job, train_moments
-from gyre.planner.shapes import model_numbers
+from gyre.planner.memory_model.peaks import Job, train_moments
+from gyre.planner.memory_model.states import Layout
+from gyre.planner.model_zoo import model_numbers
 from gyre.trainer.config import TrainerConfig
-from gyre.trainer.native import NativeTrainer
-from gyre.trainer.trace import Work, summarise, works_of
-from gyre.vram.virtual import VirtualUsage
+from gyre.trainer.metrics.profiler import Work, summarise, works_of
+from gyre.trainer.trainer import NativeTrainer
 from ranks import Ranks, RanksFailed, Tell, print_line, settle, timed
 from record import RECORDS, circumstances, parser, say
 from train import FP8_FLOPS, MATMUL_FLOPS, PARTS, PEAK_FLOPS, SPECS

@@ -8,18 +8,20 @@ from collections.abc import Iterator
 
 import pytest
 
-LONGEST = ("test_objectives_learn.py", "test_cluster_runs.py", "test_kill_resume.py", "test_trainer_ranks.py")
+LONGEST = ("test_objectives_learn.py", "test_cluster_runs.py", "test_kill_resume.py", "trainer/test_ranks.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    place = {name: number for number, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get(item.path.name, len(LONGEST)))
+    def place(item: pytest.Item) -> int:
+        return next((number for number, name in enumerate(LONGEST) if item.path.match(name)), len(LONGEST))
+
+    items.sort(key=place)
 
 
 @pytest.fixture(autouse=True)
 def accounts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An engine that has answered everyone holds no page, slot or row; one that failed is to be restarted."""
-    native = sys.modules.get("gyre.engine.native")
+    native = sys.modules.get("gyre.engine.engine")
     if native is None:
         yield
         return

@@ -1,5 +1,5 @@
 """Run config: the tree of all rooms' config models. In: a TOML file and --set overrides. Out: a frozen RunConfig, or a
-ConfigError that names the key, what it got and what it accepts. Imports no torch. Callers: cli, wire, planner.
+ConfigError that names the key, what it got and what it accepts. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from gyre.cluster.config import ClusterConfig
 from gyre.core.config import UNKNOWN_KEY, Section
 from gyre.core.errors import ConfigError
 from gyre.data.config import DataConfig
+from gyre.distributed.config import ParallelConfig
 from gyre.engine.config import EngineConfig
 from gyre.loop.config import MOST_SEQUENCES, ColdStartConfig, EvalConfig, GoalConfig, RolloutConfig, RunSection
+from gyre.memory.config import MemoryConfig
 from gyre.models.config import ModelConfig
 from gyre.objectives.config import (
     GrpoConfig,
@@ -30,12 +32,10 @@ from gyre.objectives.config import (
     needs_reference,
     needs_rollouts,
 )
-from gyre.observe.config import ObserveConfig
-from gyre.parallel.config import ParallelConfig
+from gyre.observability.config import ObserveConfig
 from gyre.rewards.config import RewardsConfig
 from gyre.text.config import TokenizerConfig
 from gyre.trainer.config import SnapshotConfig, TrainerConfig
-from gyre.vram.config import MemoryConfig
 
 MOST_PLACES = 3  # that an error names for a key in the wrong table
 MOST_LEVELS = 64  # of tables and lists in each other, in a file and by --set

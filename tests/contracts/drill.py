@@ -1,6 +1,6 @@
 """Runs all hostile programs in one mode, as whatever user it is started as. In: argv: the mode. Out: one JSON object
 {name: {"outcome", "stdout", "stderr", "detail", "wall_s", "refused", "left"}}, or {"unavailable": why}. Needs only what
-rewards.executors imports."""
+rewards.sandbox.executors imports."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from hostile_programs import COUNTED, COUNTED_WALLED, HOSTILE, REFUSED, WALLED
 
-from gyre.rewards.executors import Cell, Unavailable
-from gyre.rewards.sandbox import Limits, Program
+from gyre.rewards.sandbox.executors import Cell, Unavailable
+from gyre.rewards.sandbox.records import Limits, Program
 
 LIMITS = Limits(wall_s=1.5, cpu_s=1.0, memory_bytes=96 << 20, processes=8, output_bytes=1 << 16, file_bytes=2 << 20)
 # What ends by itself, or is ended by what it takes, must come to that on a busy machine too.

@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from cluster_roles import HERE, end_thread
 
+from cluster_roles import HERE, end_thread
 from gyre.cluster.config import ClusterConfig
-from gyre.cluster.host import WorkerFault
-from gyre.cluster.local import LocalCluster
 from gyre.cluster.ray_cluster import RayCluster
-from gyre.cluster.waiting import arrive, ask
+from gyre.cluster.worker.rpc import arrive, ask
+from gyre.cluster.worker.server import WorkerFault
 from gyre.core.errors import DeadlineError, InputError, WorkerLost
 from gyre.core.records import RoleSpec
+from local_cluster import LocalCluster
 
 EVENTS: list[tuple[str, str, dict[str, Any]]] = []
 

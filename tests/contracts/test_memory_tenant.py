@@ -18,22 +18,22 @@ import numpy as np
 import pytest
 import torch
 
+from fakes.engine import ScriptedEngine
+from fakes.trainer import CountingTrainer
 from gyre.core.contracts import MemoryTenant
 from gyre.core.errors import InputError
 from gyre.core.records import Tier, Usage
 from gyre.engine.config import EngineConfig
-from gyre.engine.native import NativeEngine
+from gyre.engine.engine import NativeEngine
+from gyre.memory.pools.storage import PoolTenant, StoragePool
 from gyre.models.config import ShapeConfig
 from gyre.models.decoder import Decoder
-from gyre.models.heads import ScalarHead
 from gyre.models.init import init_weights
+from gyre.models.scalar_head import ScalarHead
 from gyre.models.spec import spec_from_shape
 from gyre.objectives.config import GrpoConfig, PpoConfig
-from gyre.testing.engine import ScriptedEngine
-from gyre.testing.trainer import CountingTrainer
 from gyre.trainer.config import TrainerConfig
-from gyre.trainer.native import NativeTrainer
-from gyre.vram.pools import PoolTenant, StoragePool
+from gyre.trainer.trainer import NativeTrainer
 
 CPU = torch.device("cpu")
 

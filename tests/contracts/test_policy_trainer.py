@@ -11,21 +11,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from cluster_roles import start_workers
 
-from gyre.cluster.local import LocalCluster
-from gyre.cluster.trainers import TrainerGroup
+from cluster_roles import start_workers
+from fakes.config import FakeTrainerConfig
+from fakes.trainer import CountingTrainer
+from gyre.cluster.trainer_group import TrainerGroup
 from gyre.core.errors import InputError
 from gyre.core.records import RoleSpec, TrainBatch, TrainSequence
 from gyre.models.decoder import Decoder
-from gyre.models.heads import ScalarHead
 from gyre.models.init import init_weights
+from gyre.models.scalar_head import ScalarHead
 from gyre.models.spec import ModelSpec
 from gyre.objectives.config import DpoConfig, GrpoConfig, PpoConfig
-from gyre.testing.config import FakeTrainerConfig
-from gyre.testing.trainer import CountingTrainer
 from gyre.trainer.config import TrainerConfig
-from gyre.trainer.native import NativeTrainer
+from gyre.trainer.trainer import NativeTrainer
+from local_cluster import LocalCluster
 
 CPU = torch.device("cpu")
 SPEC = ModelSpec(

@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fakes.config import FakeSourceConfig
+from fakes.script import byte_tokenizer, sum_prompts
+from fakes.source import ListSource
 from gyre.core.contracts import PromptSource
 from gyre.core.errors import InputError, SnapshotError
 from gyre.core.records import Prompt, TrainSequence
 from gyre.data.config import DataConfig
 from gyre.data.examples import tokenizer_texts
 from gyre.data.sources import PairSource, ShuffledSource, load_prompts
-from gyre.testing.config import FakeSourceConfig
-from gyre.testing.script import byte_tokenizer, sum_prompts
-from gyre.testing.source import ListSource
 from gyre.text.tokenizer import train_tokenizer
 
 LENGTH = 7

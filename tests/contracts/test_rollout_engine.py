@@ -15,23 +15,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cluster_roles import start_workers
 
-from gyre.cluster.local import LocalCluster
-from gyre.cluster.pool import EnginePool, PoolSettings
+from cluster_roles import start_workers
+from fakes.config import FakeEngineConfig
+from fakes.engine import ScriptedEngine
+from gyre.cluster.engine_pool.pool import EnginePool, PoolSettings
 from gyre.core.errors import DeadlineError, InputError, SnapshotError
 from gyre.core.records import Completion, Manifest, Request, RoleSpec, Sampling
 from gyre.core.seeds import derive_seed
 from gyre.engine.config import EngineConfig
-from gyre.engine.native import NativeEngine
-from gyre.engine.streams import collect
+from gyre.engine.engine import NativeEngine
+from gyre.engine.frontend.token_stream import collect
 from gyre.models.config import ShapeConfig
 from gyre.models.decoder import Decoder
 from gyre.models.init import init_weights
 from gyre.models.spec import spec_from_shape
-from gyre.testing.config import FakeEngineConfig
-from gyre.testing.engine import ScriptedEngine
 from gyre.weights.manifest import make_manifest
+from local_cluster import LocalCluster
 
 VOCAB, MAX_TOKENS = 48, 20
 CPU = torch.device("cpu")

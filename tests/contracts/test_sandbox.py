@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from gyre.core.errors import InputError
-from gyre.rewards.executors import Cell, Cells, Unavailable, _probe
-from gyre.rewards.sandbox import Limits, Program
+from gyre.rewards.sandbox.executors import Cell, Cells, Unavailable, _probe
+from gyre.rewards.sandbox.records import Limits, Program
 
 LIMITS = Limits(wall_s=10.0, cpu_s=5.0, memory_bytes=128 << 20, processes=8, output_bytes=1 << 16, file_bytes=1 << 20)
 SHORT = Limits(wall_s=0.5, cpu_s=5.0, memory_bytes=128 << 20, processes=8, output_bytes=1 << 16, file_bytes=1 << 20)

@@ -12,10 +12,10 @@ import sys
 import pytest
 from ordinary_programs import PROGRAMS
 
-from gyre.rewards.executors import Cell, Unavailable
-from gyre.rewards.jail import guard
-from gyre.rewards.jail.meter import Meter
-from gyre.rewards.sandbox import Limits, Program
+from gyre.rewards.sandbox import syscall_filter
+from gyre.rewards.sandbox.executors import Cell, Unavailable
+from gyre.rewards.sandbox.meter import Meter
+from gyre.rewards.sandbox.records import Limits, Program
 
 LIMITS = Limits(wall_s=120.0, cpu_s=60.0, memory_bytes=1 << 30, processes=24)
 BATCH = 51
@@ -77,7 +77,7 @@ def test_ordinary_programs_print_as_outside(outside, mode):
 
 NUMPY = """
 import socket, sys
-from gyre.rewards.jail import guard, kernel, program
+from gyre.rewards.sandbox import guard, kernel, program
 kernel.forbid_new_privileges()
 program.announce(socket.socket(fileno=int(sys.argv[1])), guard.CallFilter())
 import numpy as np
@@ -97,7 +97,7 @@ def test_numpy_and_its_threads_need_no_refused_call(tmp_path):
     )  # fmt: skip
     theirs.close()
     _, files, _, _ = socket.recv_fds(ours, 10, 1)
-    listener, ended = guard.Listener(files[0], Meter(-1, 0, 0)), os.pidfd_open(child.pid)
+    listener, ended = syscall_filter.Listener(files[0], Meter(-1, 0, 0)), os.pidfd_open(child.pid)
     while ended not in (ready := select.select([listener.fd, ended], [], [], 60)[0]):
         assert ready, "numpy hangs"
         listener.answer_one()

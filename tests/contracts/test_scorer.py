@@ -9,10 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from fakes.scorer import TableScorer
 from gyre.core.records import Prompt, Rollout, Sampling
 from gyre.rewards.config import RewardsConfig
 from gyre.rewards.score import RuleScorer
-from gyre.testing.scorer import TableScorer
 
 PARTS = [{"kind": "answer", "forms": ["plain"], "compare": "exact"}, {"kind": "format", "weight": 0.5}]
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+import reference_kernels
 from gyre.core.records import Request, Sampling
 from gyre.engine.config import EngineConfig
-from gyre.engine.host_kv import HostKv
-from gyre.engine.native import NativeEngine
-from gyre.engine.pool import KvPool
-from gyre.engine.streams import collect
-from gyre.kernels import reference
+from gyre.engine.engine import NativeEngine
+from gyre.engine.frontend.token_stream import collect
+from gyre.engine.kv_cache.host_pool import HostKv
+from gyre.engine.kv_cache.pool import KvPool
 from gyre.models.config import ShapeConfig
 from gyre.models.decoder import Decoder
 from gyre.models.init import init_weights
@@ -91,7 +91,9 @@ def judge(request: Request, chosen: np.ndarray) -> tuple[torch.Tensor, torch.Ten
     decoder = make_decoder(torch.device("cpu"), torch.float32)
     with torch.inference_mode():
         hidden = decoder.hidden(
-            tokens, torch.arange(len(tokens)), lambda layer, q, k, v: reference.varlen_attention(q, k, v, [len(tokens)])
+            tokens,
+            torch.arange(len(tokens)),
+            lambda layer, q, k, v: reference_kernels.varlen_attention(q, k, v, [len(tokens)]),
         )
         logprobs = decoder.logits(hidden[len(request.tokens) - 1 : -1]).log_softmax(-1)
     return logprobs.amax(-1), logprobs.gather(-1, tokens[len(request.tokens) :, None])[:, 0]

@@ -13,16 +13,16 @@ import pytest
 import torch
 from torch import Tensor
 
+import reference_kernels
 from gyre.core.records import Checkpointing, TrainSequence
-from gyre.kernels import reference
-from gyre.kernels.choose import kernels_for
+from gyre.kernels.dispatch import kernels_for
 from gyre.kernels.logprobs import token_logprobs
 from gyre.models.config import ShapeConfig
 from gyre.models.decoder import Decoder
 from gyre.models.init import init_weights
 from gyre.models.spec import spec_from_shape
-from gyre.trainer.chunk import build_chunk
-from gyre.trainer.passes import ChunkLogprobs, chunk_logprobs
+from gyre.trainer.batching.microbatch import build_chunk
+from gyre.trainer.passes.forward import ChunkLogprobs, chunk_logprobs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -58,7 +58,7 @@ def test_gradients_of_both_outputs(dtype: torch.dtype, rows: int, vocab: int, ch
     eye = torch.eye(vocab, device=GPU, dtype=torch.float64) if vocab < 10_000 else None
     wide = temperature.double()
     if eye is not None:
-        want = reference.token_logprobs(logits, eye, targets, wide)
+        want = reference_kernels.token_logprobs(logits, eye, targets, wide)
     else:
         log_p = (logits / wide[:, None]).log_softmax(-1)
         want = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
@@ -82,7 +82,7 @@ def test_under_truncation(chunk: int) -> None:
     _, entropy = token_logprobs(hidden, weight, targets, temperature, (offsets.to(GPU), ids.to(GPU)), chunk=chunk)
     grads = torch.autograd.grad(entropy.sum(), (hidden, weight))
     logits, eye = (hidden @ weight.t()).detach().double().cpu().requires_grad_(), torch.eye(1000, dtype=torch.float64)
-    _, want = reference.token_logprobs(logits, eye, targets.cpu(), temperature.cpu().double(), (offsets, ids))
+    _, want = reference_kernels.token_logprobs(logits, eye, targets.cpu(), temperature.cpu().double(), (offsets, ids))
     (grad_NV,) = torch.autograd.grad(want.sum(), logits)
     assert off(grads[0], grad_NV @ weight.detach().double().cpu()) < TOLERANCE[torch.bfloat16]
     assert off(grads[1], grad_NV.t() @ hidden.detach().double().cpu()) < TOLERANCE[torch.bfloat16]
@@ -126,7 +126,7 @@ def entropy_gradients(decoder: Decoder, compute: ChunkLogprobs) -> dict[str, Ten
 
 
 def test_a_whole_model_in_every_mode() -> None:
-    from gyre.trainer.invariant import InvariantLogprobs  # imports Triton
+    from gyre.trainer.passes.batch_invariant import InvariantLogprobs  # imports Triton
 
     decoder, wide = small_decoder(GPU, torch.bfloat16), small_decoder(CPU, torch.float64)
     with torch.no_grad():

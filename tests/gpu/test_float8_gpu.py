@@ -16,20 +16,20 @@ import pytest
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
-
-from trainer_cases import SPEC, make_batch, make_trainer
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from gyre.core.errors import ConfigError
 from gyre.core.records import Checkpointing, Projection
-from gyre.kernels import blocks, float8
+from gyre.kernels import float8
 from gyre.kernels.attention import PackedLayout, varlen_attention
 from gyre.kernels.float8 import CAPABILITY, E4M3, E5M2, quantise, transposed
 from gyre.kernels.linear import OutputGradient, linear
 from gyre.kernels.logprobs import token_logprobs
 from gyre.models.decoder import NOTHING, Decoder
 from gyre.models.init import init_weights
-from gyre.trainer.float8 import PROJECTIONS
+from gyre.models.layers import blocks
+from gyre.trainer.parallelize.float8_gather import PROJECTIONS
+from trainer_cases import SPEC, make_batch, make_trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")

@@ -8,15 +8,15 @@ import torch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 if torch.cuda.is_available():
-    from gyre.engine.draws import uniforms
-    from gyre.engine.gpu_layout import cut_tiles
-    from gyre.engine.sampler import choose, make_rules
-    from gyre.kernels import reference
+    import reference_kernels
+    from gyre.engine.runners.gpu_work import cut_tiles
+    from gyre.engine.sampling.sampler import choose, make_rules
+    from gyre.engine.scheduler.random import uniforms
     from gyre.kernels.gpu import decode_attention as decode
     from gyre.kernels.gpu import pointwise
     from gyre.kernels.gpu import prefill_attention as prefill
     from gyre.kernels.gpu import sample as sampling
-    from gyre.kernels.gpu.items import cut_pieces
+    from gyre.kernels.gpu.work_list import cut_pieces
     from gyre.kernels.rope import rope_tables
 
 DEVICE = torch.device("cuda")
@@ -67,7 +67,7 @@ def test_decode_attention(heads, page_tokens, dtype) -> None:
     scratch = decode.DecodeScratch.make(len(items), num_heads, head_dim, DEVICE)
     scratch.out_IHD.fill_(float("nan"))
     decode.decode_attention(q, pages, table, work, scratch, out, num_programs=17)
-    expected = reference.paged_attention(
+    expected = reference_kernels.paged_attention(
         q[:-1].double(), pages.double(), table, range(len(lengths)), [n - 1 for n in lengths], [1] * len(lengths)
     )
     assert (out[:-1] - expected).abs().max() < 0.02
@@ -91,7 +91,7 @@ def test_prefill_attention(heads, page_tokens) -> None:
         count_C=int32(counts), item_I=int32(cut_tiles(starts, counts, prefill.TILE_QUERIES)),
     )  # fmt: skip
     prefill.prefill_attention(q, prefill.describe_pages(pages), table, work, out, num_kv_heads=num_kv)
-    expected = reference.paged_attention(
+    expected = reference_kernels.paged_attention(
         q.double(), pages.double(), table, range(len(counts)), starts.tolist(), counts.tolist()
     )
     assert (out - expected).abs().max() < 0.02
@@ -157,7 +157,7 @@ def test_turn_and_write(heads, page_tokens, norms) -> None:
 
 def test_arrays_that_are_sent_begin_on_16_bytes() -> None:
     """Triton compiles a kernel anew for a pointer that is aligned otherwise."""
-    from gyre.kernels.gpu.slabs import cut_slabs, send
+    from gyre.kernels.gpu.split_kv import cut_slabs, send
 
     arrays = [np.arange(count) for count in (1, 3, 0, 4, 5, 17)]
     for sent, array in zip(send(DEVICE, *arrays), arrays, strict=True):
@@ -231,7 +231,7 @@ def test_flash4_reads_our_pages(heads) -> None:
     bounds = int32(np.concatenate([[0], np.cumsum(counts)]))
     q = qkv[:, :num_heads]
     out = flash4(q, pages, table[: len(counts)], bounds, int32(starts + counts), int(counts.max()))
-    expected = reference.paged_attention(
+    expected = reference_kernels.paged_attention(
         q.double(), pages.double(), table, range(len(counts)), starts.tolist(), counts.tolist()
     )
     assert (out - expected).abs().max() < 0.02

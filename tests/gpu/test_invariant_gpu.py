@@ -13,8 +13,8 @@ import torch
 
 from gyre.core.records import Request, Sampling
 from gyre.engine.config import EngineConfig
-from gyre.engine.native import NativeEngine
-from gyre.engine.streams import collect
+from gyre.engine.engine import NativeEngine
+from gyre.engine.frontend.token_stream import collect
 from gyre.models.decoder import Decoder
 from gyre.models.spec import ModelSpec
 

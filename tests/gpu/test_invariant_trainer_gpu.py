@@ -14,18 +14,18 @@ import torch
 
 from gyre.core.records import Request, Sampling, TrainBatch, TrainSequence
 from gyre.engine.config import EngineConfig
-from gyre.engine.native import NativeEngine
-from gyre.engine.streams import collect
+from gyre.engine.engine import NativeEngine
+from gyre.engine.frontend.token_stream import collect
 from gyre.models.decoder import Decoder
 from gyre.models.spec import ModelSpec
 from gyre.objectives.config import GrpoConfig, SftConfig
 from gyre.trainer.config import TrainerConfig
-from gyre.trainer.native import NativeTrainer
+from gyre.trainer.trainer import NativeTrainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 if torch.cuda.is_available():
     from gyre.kernels.gpu.sample import SampleScratch, given_logprobs, sample
-    from gyre.trainer.invariant import InvariantLogprobs
+    from gyre.trainer.passes.batch_invariant import InvariantLogprobs
 
 DEVICE = torch.device("cuda")
 VOCAB = 9000
@@ -149,7 +149,7 @@ def test_the_ordinary_forward_gives_other_bits(family: str) -> None:
 
 
 def gradient(decoder: Decoder, batch: TrainBatch, *, invariant: bool) -> dict[str, torch.Tensor]:
-    from gyre.trainer.update import collect_gradients
+    from gyre.trainer.passes.backward import collect_gradients
 
     trainer = make_trainer(decoder, invariant=invariant, objective=SftConfig(), tokens_per_chunk=3000)
     (update,) = trainer._evaluator.complete(batch)[1].updates

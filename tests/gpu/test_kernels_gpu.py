@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from gyre.kernels import reference
+import reference_kernels
 from gyre.kernels.attention import PackedLayout, varlen_attention
-from gyre.kernels.blocks import attention_inputs, layer_output
 from gyre.kernels.logprobs import token_logprobs
 from gyre.kernels.norm import rms_norm
 from gyre.kernels.rope import rope_frequencies, rope_tables
+from gyre.models.layers.blocks import attention_inputs, layer_output
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,7 +43,9 @@ def check(ours: Callable, oracle: Callable, shapes: Sequence[Sequence[int]], dty
 
 
 def test_rms_norm(dtype: torch.dtype) -> None:
-    check(lambda x, w: rms_norm(x, w, EPS), lambda x, w: reference.rms_norm(x, w, EPS), [(33, 64), (64,)], dtype)
+    check(
+        lambda x, w: rms_norm(x, w, EPS), lambda x, w: reference_kernels.rms_norm(x, w, EPS), [(33, 64), (64,)], dtype
+    )
 
 
 def test_attention_inputs(dtype: torch.dtype) -> None:
@@ -59,9 +61,12 @@ def test_attention_inputs(dtype: torch.dtype) -> None:
     def oracle(x: Tensor, norm: Tensor, qkv: Tensor, bias: Tensor, q_norm: Tensor, k_norm: Tensor) -> Tensor:
         cos, sin = rope_tables(torch.arange(tokens), rope_frequencies(head_dim, 1e4, None, CPU), torch.float64)
         tables = cos[:, 0, : head_dim // 2], sin[:, 0, head_dim // 2 :]
-        projected = reference.rms_norm(x, norm, EPS) @ qkv.t() + bias
+        projected = reference_kernels.rms_norm(x, norm, EPS) @ qkv.t() + bias
         q, k, v = projected.unflatten(1, (-1, head_dim)).split([4, 2, 2], dim=1)
-        q, k = (reference.rope(reference.rms_norm(y, w, EPS), *tables) for y, w in ((q, q_norm), (k, k_norm)))
+        q, k = (
+            reference_kernels.rope(reference_kernels.rms_norm(y, w, EPS), *tables)
+            for y, w in ((q, q_norm), (k, k_norm))
+        )
         return flat((x, q, k, v))
 
     check(ours, oracle, [(tokens, 32), (32,), (512, 32), (512,), (head_dim,), (head_dim,)], dtype)
@@ -70,7 +75,9 @@ def test_attention_inputs(dtype: torch.dtype) -> None:
 def test_layer_output(dtype: torch.dtype) -> None:
     def oracle(x: Tensor, a: Tensor, out: Tensor, norm: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         middle = x + a @ out.t()
-        return middle + reference.silu_mul(reference.rms_norm(middle, norm, EPS) @ gate_up.t()) @ down.t()
+        return (
+            middle + reference_kernels.silu_mul(reference_kernels.rms_norm(middle, norm, EPS) @ gate_up.t()) @ down.t()
+        )
 
     shapes = [(40, 32), (40, 64), (32, 64), (32,), (96, 32), (32, 48)]
     check(lambda *inputs: layer_output(*inputs, eps=EPS), oracle, shapes, dtype)
@@ -81,7 +88,7 @@ def test_varlen_attention(dtype: torch.dtype, lengths: list[int]) -> None:
     layout, tokens = PackedLayout.of(lengths, GPU), sum(lengths)
     check(
         lambda q, k, v: varlen_attention(q, k, v, layout),
-        lambda q, k, v: reference.varlen_attention(q, k, v, lengths),
+        lambda q, k, v: reference_kernels.varlen_attention(q, k, v, lengths),
         [(tokens, 4, 64), (tokens, 2, 64), (tokens, 2, 64)],
         dtype,
     )
@@ -98,7 +105,7 @@ def test_token_logprobs(dtype: torch.dtype, chunk: int, truncated: bool) -> None
     there = (offsets.to(GPU), ids.to(GPU)) if truncated else None
     check(
         lambda h, w: token_logprobs(h, w, targets_T.to(GPU), temperature_T.to(GPU), there, chunk=chunk)[0],
-        lambda h, w: reference.token_logprobs(h, w, targets_T, temperature_T.double(), support)[0],
+        lambda h, w: reference_kernels.token_logprobs(h, w, targets_T, temperature_T.double(), support)[0],
         [(30, 32), (256, 32)],
         dtype,
     )

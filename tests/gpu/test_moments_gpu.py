@@ -12,19 +12,18 @@ import pytest
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
+from gyre.distributed.mesh import make_mesh
+from gyre.distributed.process_group import alone
+from gyre.trainer.adamw import adamw_8bit
+from gyre.trainer.adamw.adamw import Numbers
+from gyre.trainer.adamw.adamw_8bit import CodedUpdate, _blank
+from gyre.trainer.adamw.blocks import BLOCK
+from gyre.trainer.offload.state_placement import Home
+from gyre.trainer.optim.flat import FlatOptimizer
 from rank_pool import RankPool
 from zero_cases import AWAY, coded_updates
-
-from gyre.parallel.group import alone
-from gyre.parallel.mesh import make_mesh
-from gyre.trainer import adamw8
-from gyre.trainer.adamw import Numbers
-from gyre.trainer.adamw8 import CodedUpdate, _blank
-from gyre.trainer.blocks import BLOCK
-from gyre.trainer.home import Home
-from gyre.trainer.optim import FlatOptimizer
 
 pytest.importorskip("bitsandbytes")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -85,7 +84,7 @@ def largest_update(seed: int) -> float:
 def test_no_update_leaps_where_a_second_moment_is_small(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel alone would: this is what is done after it."""
     assert largest_update(seed) < 6.0
-    monkeypatch.setattr(adamw8, "_keep_from_zero", lambda codes_sq_N, scale_sq_B: None)
+    monkeypatch.setattr(adamw_8bit, "_keep_from_zero", lambda codes_sq_N, scale_sq_B: None)
     monkeypatch.setattr(CodedUpdate, "_try_kernel", lambda self, device: None)
     assert largest_update(seed) > 100.0
 

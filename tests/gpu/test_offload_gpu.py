@@ -11,21 +11,20 @@ import pytest
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
+from gyre.distributed.config import ParallelConfig
+from gyre.distributed.mesh import Splitter, make_mesh
+from gyre.distributed.process_group import alone
+from gyre.models.decoder import Decoder
+from gyre.models.init import FreshWeights
+from gyre.trainer.offload.state_placement import Home
+from gyre.trainer.optim.flat import FlatOptimizer
+from gyre.trainer.passes.forward import chunk_logprobs
+from gyre.trainer.roles.materialize import start_away
 from rank_pool import RankPool
 from weight_cases import ALL, SMALL
 from zero_cases import AWAY, DEEP, away, batch_for, moved, sums_by_parts, train, trainer_on
-
-from gyre.models.decoder import Decoder
-from gyre.models.init import FreshWeights
-from gyre.parallel.config import ParallelConfig
-from gyre.parallel.group import alone
-from gyre.parallel.mesh import Splitter, make_mesh
-from gyre.trainer.home import Home
-from gyre.trainer.optim import FlatOptimizer
-from gyre.trainer.passes import chunk_logprobs
-from gyre.trainer.start import start_away
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 CUDA = torch.device("cuda")

@@ -13,9 +13,9 @@ from gyre.models.config import ShapeConfig
 from gyre.models.decoder import Decoder
 from gyre.models.init import init_weights
 from gyre.models.spec import spec_from_shape
-from gyre.planner.activations import saved_bytes
 from gyre.planner.hardware import saving_on_cuda
-from gyre.planner.shapes import model_numbers
+from gyre.planner.memory_model.activations import saved_bytes
+from gyre.planner.model_zoo import model_numbers
 
 pytestmark = [
     pytest.mark.gpu,

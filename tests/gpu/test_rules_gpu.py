@@ -1,5 +1,5 @@
 """Rules of sampling on the fused path of a CUDA device (graphs, kernels, rule book) against the float64 oracle of
-tests/unit/hub_cases.py: temperature, truncation, penalties, bias, stop ids, seeds, alternatives, prompt log-probs, all of
+tests/support/hub_cases.py: temperature, truncation, penalties, bias, stop ids, seeds, alternatives, prompt log-probs, all of
 them beside each other in one batch."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from hub_cases import BF16, Where, check_rules, save_random
 

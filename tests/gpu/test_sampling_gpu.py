@@ -15,13 +15,13 @@ from test_engine_gpu import make_decoder
 
 from gyre.core.records import Completion, Request, Sampling
 from gyre.engine.config import EngineConfig, scoring_bytes
-from gyre.engine.native import NativeEngine
-from gyre.engine.raw import find_best, score_targets
-from gyre.engine.sampler import Rules, choose, make_rules
-from gyre.engine.shaping import Past, make_shaping
-from gyre.engine.streams import collect
-from gyre.engine.truncation import keep_by_bisection, keep_by_candidates, make_cut
-from gyre.planner.memory import engine_bytes
+from gyre.engine.engine import NativeEngine
+from gyre.engine.frontend.token_stream import collect
+from gyre.engine.sampling.logits_processors import Past, make_shaping
+from gyre.engine.sampling.logprobs import find_best, score_targets
+from gyre.engine.sampling.sampler import Rules, choose, make_rules
+from gyre.engine.sampling.truncation import keep_by_bisection, keep_by_candidates, make_cut
+from gyre.planner.memory_model.components import engine_bytes
 from gyre.planner.plan import ModelNumbers
 
 pytestmark = [

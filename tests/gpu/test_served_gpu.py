@@ -1,4 +1,4 @@
-"""The fused engine in service on a CUDA device: the cases of tests/unit/served_cases.py (aborts, swaps, recompute, new
+"""The fused engine in service on a CUDA device: the cases of tests/support/served_cases.py (aborts, swaps, recompute, new
 weights in flight, parks, restarts), its graphs over parks, and that nothing is compiled amid traffic."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from served_cases import Place, new_weights, parks_in_flight, restarts, served, soak, some_requests
 

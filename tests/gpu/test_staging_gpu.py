@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
-from gyre.trainer.parts import Part
-from gyre.trainer.staging import BATCH_BYTES, Staging
+from gyre.trainer.checkpoint.shards import Part
+from gyre.trainer.checkpoint.staging import BATCH_BYTES, Staging
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 GPU = torch.device("cuda", 0)

@@ -13,20 +13,19 @@ import numpy as np
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
-
-from trainer_cases import SPEC, make_trainer, random_sequence
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from gyre.core.records import TrainBatch
-from gyre.kernels.choose import why_torch
+from gyre.kernels.dispatch import why_torch
 from gyre.kernels.float8 import CAPABILITY
 from gyre.kernels.gpu.flash4 import is_installed
 from gyre.models.decoder import Decoder
 from gyre.models.init import init_weights
+from trainer_cases import SPEC, make_trainer, random_sequence
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 if torch.cuda.is_available():
-    from gyre.trainer.invariant import InvariantLogprobs
+    from gyre.trainer.passes.batch_invariant import InvariantLogprobs
 
 GPU = torch.device("cuda", 0)
 ABLE = torch.cuda.is_available() and torch.cuda.get_device_capability() >= CAPABILITY

@@ -15,10 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
+import reference_kernels
 from gyre.core.records import Checkpointing
-from gyre.kernels import attention, choose, flash, heads, logprobs, norm, reference, silu
+from gyre.distributed.mesh import make_mesh
+from gyre.distributed.process_group import alone
+from gyre.kernels import attention, dispatch, flash, logprobs, norm, silu
 from gyre.kernels.attention import PackedLayout, varlen_attention
-from gyre.kernels.choose import kernels_for
+from gyre.kernels.dispatch import kernels_for
 from gyre.kernels.float8 import Amax, largest
 from gyre.kernels.logprobs import token_logprobs
 from gyre.kernels.rope import rope_frequencies, rope_tables
@@ -26,11 +29,10 @@ from gyre.kernels.sums import add_up
 from gyre.models.config import ShapeConfig
 from gyre.models.decoder import Decoder
 from gyre.models.init import init_weights
+from gyre.models.layers import qk_norm_rope
 from gyre.models.spec import spec_from_shape
-from gyre.parallel.group import alone
-from gyre.parallel.mesh import make_mesh
-from gyre.trainer.adamw import Numbers, Span, update_block, update_spans
-from gyre.trainer.optim import FlatOptimizer, takes_decay
+from gyre.trainer.adamw.adamw import Numbers, Span, update_block, update_spans
+from gyre.trainer.optim.flat import FlatOptimizer, takes_decay
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 GPU = torch.device("cuda", 0)
@@ -64,7 +66,7 @@ def close(got: Tensor | None, want: Tensor | None, dtype: torch.dtype) -> None:
 def by_torch(compute: Callable[[], Any]) -> Any:
     """Compute without kernels."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (norm, heads, silu, logprobs):
+        for module in (norm, qk_norm_rope, silu, logprobs):
             patch.setattr(module, "kernels_for", lambda *given, **named: None)
         return compute()
 
@@ -81,7 +83,7 @@ def test_norm(dtype: torch.dtype, rows: int, width: int) -> None:
     assert (y != torch_y).float().sum() <= 0.02 * y.numel(), "another order of addition moves a rounding, no more"
     torch.testing.assert_close(rstd, torch_rstd.float(), rtol=1e-5, atol=0)
     x64, weight64 = x.double().requires_grad_(), weight.double().requires_grad_()
-    want = reference.rms_norm(x64, weight64, EPS)
+    want = reference_kernels.rms_norm(x64, weight64, EPS)
     close(y, want.detach(), dtype)
     want_x, want_weight = torch.autograd.grad(want, (x64, weight64), upstream.double())
     got_x, got_weight = norm.rms_norm_backward(upstream, x, rstd, weight)
@@ -105,8 +107,8 @@ def test_heads(dtype: torch.dtype, tokens: int, shape: tuple[int, int, int], nor
     grads = tuple(randn(tokens, count, dim, dtype=dtype) for count in (num_heads, num_kv, num_kv))
     assert kernels_for(qkv, head_dim=dim) is not None
     named = {"heads": (num_heads, num_kv)}
-    q, k, v, rstd = heads.turn_heads(qkv, *weights, *tables, **named, eps=EPS)
-    torch_q, torch_k, torch_v, _ = by_torch(lambda: heads.turn_heads(qkv, *weights, *tables, **named, eps=EPS))
+    q, k, v, rstd = qk_norm_rope.turn_heads(qkv, *weights, *tables, **named, eps=EPS)
+    torch_q, torch_k, torch_v, _ = by_torch(lambda: qk_norm_rope.turn_heads(qkv, *weights, *tables, **named, eps=EPS))
     for mine, theirs in ((q, torch_q), (k, torch_k)):
         assert (mine != theirs).float().sum() <= 0.02 * mine.numel()
         close(mine, theirs, dtype)
@@ -115,17 +117,17 @@ def test_heads(dtype: torch.dtype, tokens: int, shape: tuple[int, int, int], nor
     wide_tables = [table.double() for table in tables]
 
     def oracle() -> tuple:
-        rstd64 = heads.turn_heads(qkv.double(), *wide, *wide_tables, **named, eps=EPS)[3]
+        rstd64 = qk_norm_rope.turn_heads(qkv.double(), *wide, *wide_tables, **named, eps=EPS)[3]
         wide_grads = tuple(grad.double() for grad in grads)
-        return heads.turn_heads_backward(wide_grads, qkv.double(), rstd64, *wide, *wide_tables, **named)
+        return qk_norm_rope.turn_heads_backward(wide_grads, qkv.double(), rstd64, *wide, *wide_tables, **named)
 
     want = by_torch(oracle)
-    got = heads.turn_heads_backward(grads, qkv, rstd, *weights, *tables, **named)
+    got = qk_norm_rope.turn_heads_backward(grads, qkv, rstd, *weights, *tables, **named)
     for mine, theirs in zip(got, want, strict=True):
         assert (mine is None) == (theirs is None)
         if mine is not None:
             close(mine, theirs, dtype)
-    again = heads.turn_heads_backward(grads, qkv, rstd, *weights, *tables, **named)
+    again = qk_norm_rope.turn_heads_backward(grads, qkv, rstd, *weights, *tables, **named)
     assert all(a is b is None or torch.equal(a, b) for a, b in zip(got, again, strict=True))
 
 
@@ -141,7 +143,7 @@ def test_silu(dtype: torch.dtype, tokens: int, width: int) -> None:
     grad, again = silu.silu_mul_backward(upstream.clone(), gate_up, kept)
     assert torch.equal(again, product)
     gate_up64 = gate_up.double().requires_grad_()
-    want = reference.silu_mul(gate_up64)
+    want = reference_kernels.silu_mul(gate_up64)
     close(product, want.detach(), dtype)
     close(grad, torch.autograd.grad(want, gate_up64, upstream.double())[0], dtype)
 
@@ -190,7 +192,7 @@ def test_the_largest_number_of_a_gradient_of_heads(
     qkv = randn(tokens, (num_heads + 2 * num_kv) * dim, dtype=dtype)
     weights = [randn(dim, dtype=dtype) if norms else None for _ in range(2)]
     tables = rope_tables(torch.arange(tokens, device=GPU), rope_frequencies(dim, 1e6, None, GPU), dtype)
-    rstd = heads.turn_heads(qkv, *weights, *tables, heads=(num_heads, num_kv), eps=EPS)[3]
+    rstd = qk_norm_rope.turn_heads(qkv, *weights, *tables, heads=(num_heads, num_kv), eps=EPS)[3]
     q, k, v = (
         randn(tokens, count, dim, dtype=dtype, scale=7.0 if place == which else 1.0)
         for place, count in enumerate((num_heads, num_kv, num_kv))
@@ -199,7 +201,7 @@ def test_the_largest_number_of_a_gradient_of_heads(
 
     def make(amax: Amax | None) -> Tensor:
         given = (q, k, v), qkv, rstd, *weights, *tables
-        return heads.turn_heads_backward(*given, heads=(num_heads, num_kv), amax=amax)[0]
+        return qk_norm_rope.turn_heads_backward(*given, heads=(num_heads, num_kv), amax=amax)[0]
 
     finds(make)
 
@@ -228,7 +230,7 @@ def test_token_logprobs(dtype: torch.dtype, rows: int, vocab: int, chunk: int, k
     upstream = torch.randn(rows, device=GPU)
     grads = torch.autograd.grad(got, (hidden, weight), upstream)
     wide = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
-    want, want_entropy = reference.token_logprobs(*wide, targets, temperature.double())
+    want, want_entropy = reference_kernels.token_logprobs(*wide, targets, temperature.double())
     torch.testing.assert_close(got.double(), want, rtol=0.02, atol=0.05)
     torch.testing.assert_close(entropy.double(), want_entropy, rtol=0.02, atol=0.05)
     for mine, theirs in zip(grads, torch.autograd.grad(want, wide, upstream.double()), strict=True):
@@ -430,14 +432,14 @@ def test_a_device_too_old_for_the_kernels_trains_in_float16_without_them(mode, m
         raise AssertionError("a kernel that such a device does not run")
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
-    monkeypatch.setattr(choose, "load_triton", refuse)
+    monkeypatch.setattr(dispatch, "load_triton", refuse)
     monkeypatch.setattr(attention, "flash_attention", refuse)
-    choose.why_too_old.cache_clear()
+    dispatch.why_too_old.cache_clear()
     try:
         found = model_gradients(decoder, lengths, mode)
-        assert "7.5" in (choose.why_torch(GPU, torch.float16) or "") and choose.load_adamw(GPU) is None
+        assert "7.5" in (dispatch.why_torch(GPU, torch.float16) or "") and dispatch.load_adamw(GPU) is None
         assert "7.5" in flash.choice(GPU, torch.float16, 4, 64)["reason"]
     finally:
-        choose.why_too_old.cache_clear()
+        dispatch.why_too_old.cache_clear()
     for got, want in zip(found, expected, strict=True):
         assert gap(got, want) < 3e-2

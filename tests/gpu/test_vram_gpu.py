@@ -12,18 +12,18 @@ from gyre.core.errors import MemoryBudgetError
 from gyre.core.records import Component, Tier
 from gyre.kernels.attention import PackedLayout, varlen_attention
 from gyre.kernels.logprobs import token_logprobs
+from gyre.memory.config import MemoryConfig
+from gyre.memory.manager import MemoryManager
+from gyre.memory.phases import RING, default_needs
+from gyre.memory.pools.storage import PoolTenant, StoragePool
+from gyre.memory.probe import give_back, read_device
 from gyre.models.config import ShapeConfig
 from gyre.models.decoder import Decoder
 from gyre.models.init import init_weights
 from gyre.models.spec import spec_from_shape
 from gyre.planner.hardware import saving_on_cuda
-from gyre.planner.memory import activation_bytes
+from gyre.planner.memory_model.components import activation_bytes
 from gyre.planner.plan import ModelNumbers
-from gyre.vram.config import MemoryConfig
-from gyre.vram.manager import MemoryManager
-from gyre.vram.phases import RING, default_needs
-from gyre.vram.pools import PoolTenant, StoragePool
-from gyre.vram.probe import give_back, read_device
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,18 +16,18 @@ from test_engine_gpu import FUSED, make_decoder, make_requests
 from gyre.core.errors import MemoryBudgetError
 from gyre.core.records import Tier
 from gyre.engine.config import EngineConfig
-from gyre.engine.native import NativeEngine
-from gyre.engine.streams import collect
+from gyre.engine.engine import NativeEngine
+from gyre.engine.frontend.token_stream import collect
+from gyre.memory.config import MemoryConfig
+from gyre.memory.manager import MemoryManager
+from gyre.memory.phases import RING, default_needs
+from gyre.memory.pools import vmm_import
+from gyre.memory.pools.cuda_vmm import Driver, VirtualMemory, VirtualUsage, find_driver, memory_under, virtual_zeros
+from gyre.memory.pools.storage import PoolTenant, StoragePool
+from gyre.memory.probe import give_back
 from gyre.objectives.config import GrpoConfig
 from gyre.trainer.config import TrainerConfig
-from gyre.trainer.native import NativeTrainer
-from gyre.vram import slabs
-from gyre.vram.config import MemoryConfig
-from gyre.vram.manager import MemoryManager
-from gyre.vram.phases import RING, default_needs
-from gyre.vram.pools import PoolTenant, StoragePool
-from gyre.vram.probe import give_back
-from gyre.vram.virtual import Driver, VirtualMemory, VirtualUsage, find_driver, memory_under, virtual_zeros
+from gyre.trainer.trainer import NativeTrainer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -119,7 +119,7 @@ def test_forgotten_memory_is_given_back(device, driver: Driver) -> None:
 def test_addresses_and_contents_survive(
     tmp_path: Path, device, driver, monkeypatch, path: tuple, slab_mib: int
 ) -> None:
-    monkeypatch.setattr(slabs, "SLAB_BYTES", slab_mib * MIB)
+    monkeypatch.setattr(vmm_import, "SLAB_BYTES", slab_mib * MIB)
     tensors = make_tensors(device, 256)
     before = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
     pool = StoragePool("actor.params", tensors, folder=tmp_path, device=device, driver=driver)
@@ -291,7 +291,7 @@ def run_on(compute: ThreadPoolExecutor, work: Callable[[], None]):
 
 @pytest.mark.parametrize("tier", ["host", "none"])
 def test_the_engines_graphs_survive_a_park(device, tier: Tier) -> None:
-    from gyre.engine.gpu_runner import GpuRunner  # here, since a machine without a GPU has no Triton
+    from gyre.engine.runners.gpu_runner import GpuRunner  # here, since a machine without a GPU has no Triton
 
     events: list[str] = []
 

@@ -1,4 +1,4 @@
-"""A trainer on several GPUs, over NCCL, does what one GPU does. The cases are those of tests/unit/test_trainer_ranks.py.
+"""A trainer on several GPUs, over NCCL, does what one GPU does. The cases are those of tests/unit/trainer/test_ranks.py.
 Needs two GPUs; four show the hybrid layouts."""
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from fsdp_cases import gathered_dtypes, waited_for_a_late_device
+from gyre.distributed.process_group import Group, alone
+from gyre.kernels.float8 import CAPABILITY
 from rank_pool import RankPool
 from trainer_cases import whole_tensors
 from zero_cases import (
@@ -30,9 +32,6 @@ from zero_cases import (
     steps_again,
     train,
 )
-
-from gyre.kernels.float8 import CAPABILITY
-from gyre.parallel.group import Group, alone
 
 NUM_GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS < 2, reason="needs two CUDA devices")]

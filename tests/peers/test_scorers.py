@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 from environment import ask
 
-from gyre.rewards.answer import compare
+from gyre.rewards.answers.answer import compare
 
 HERE = Path(__file__).parent
 PEERS = ("gsm8k", "dapo", "math", "trl", "rg")

@@ -28,7 +28,9 @@ import psutil
 from safetensors import safe_open
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["gyre.wire.commands", "gyre.cli.train", "gyre.cli.main", "gyre.observe.report"])
+SERVER.set_forkserver_preload(
+    ["gyre.launch.commands", "gyre.cli.train", "gyre.cli.main", "gyre.observability.report.build"]
+)
 MARK = "GYRE_SYSTEM_TEST"
 SIGNALS = {
     "interrupt": signal.SIGINT,
@@ -214,8 +216,8 @@ def _child(
 
 
 def _arm(fault: Fault) -> None:
-    from gyre.observe.events import EventLog
-    from gyre.observe.jsonl import LineWriter, encode_row
+    from gyre.observability.events import EventLog
+    from gyre.observability.jsonl import LineWriter, encode_row
 
     count = itertools.count(1)
     pids: dict[str, int] = {}  # of workers
@@ -260,7 +262,7 @@ def _arm(fault: Fault) -> None:
         for name in ("rename", "replace"):
             _before(os, name, lambda _, target: strike(str(target)))
     elif fault.point == "burst":
-        from gyre.engine.native import NativeEngine
+        from gyre.engine.engine import NativeEngine
 
         _before(NativeEngine, "_burst", lambda *_: strike())
     else:
@@ -295,9 +297,9 @@ class Story:
 
 
 def read_story(run: Path) -> Story:
-    from gyre.observe.catalog import is_measured
-    from gyre.observe.events import read_events
-    from gyre.observe.samples import read_samples
+    from gyre.observability.events import read_events
+    from gyre.observability.metric_catalog import is_measured
+    from gyre.observability.samples import read_samples
 
     rows = read_events(run / "events.jsonl")
     steps = [
@@ -351,6 +353,6 @@ def digest_of(path: Path) -> str:
 
 
 def events_of(run: Path, *kinds: str) -> list[dict[str, Any]]:
-    from gyre.observe.events import read_events
+    from gyre.observability.events import read_events
 
     return [row for row in read_events(run / "events.jsonl") if row["kind"] in kinds or not kinds]

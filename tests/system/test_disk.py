@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from system_runs import Answer, Fault, Story, events_of, gyre, read_story, write_config
 
-from gyre.observe.events import EventLog
-from gyre.trainer.snapshot import find_faults
+from gyre.observability.events import EventLog
+from gyre.trainer.checkpoint.store import find_faults
 
 EVERY_STEP = {"snapshot.every_steps": 1}
 AFTER_STEP_2 = Fault(point="event", match="phase.started rollout", number=3)  # of the main stage

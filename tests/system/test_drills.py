@@ -29,7 +29,7 @@ def reward_processes(command: Command) -> dict[str, list[psutil.Process]]:
     """The guard of the rewards, the nursery that it forked, and the nursery's workers, as far as they are there."""
     with contextlib.suppress(psutil.NoSuchProcess):
         children = psutil.Process(command.process.pid).children()
-        guards = [child for child in children if "gyre.rewards.guard" in child.cmdline()]
+        guards = [child for child in children if "gyre.rewards.pool.guard" in child.cmdline()]
         nurseries = [child for guard in guards for child in guard.children()]
         return {
             "guard": guards,

@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+import report_chromium as chromium
 
-from gyre.observe.events import EventLog
-from gyre.observe.report import write_report
-
-HERE = Path(__file__).parent
-
-
-def load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-chromium = load(HERE / "report_chromium.py")
-observe_run = load(HERE.parent / "unit" / "observe_run.py")
+import observability_run
+from gyre.observability.events import EventLog
+from gyre.observability.report.build import write_report
+from unit.observability.report.test_build import write_hostile
 
 pytestmark = [
     pytest.mark.slow,
@@ -93,7 +77,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[chromium.Chrom
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_report(observe_run.write_run(tmp_path_factory.mktemp("runs") / "arith"))
+    return write_report(observability_run.write_run(tmp_path_factory.mktemp("runs") / "arith"))
 
 
 @pytest.fixture(autouse=True)
@@ -227,8 +211,7 @@ def test_the_memory_chart_is_scaled_to_what_is_used(
 
 
 def test_a_hostile_run_runs_nothing(browser: chromium.Chromium, tmp_path: Path) -> None:
-    tests = load(HERE.parent / "unit" / "test_observe_report.py")
-    browser.open(write_report(tests.write_hostile(tmp_path)), width=1280, height=900)
+    browser.open(write_report(write_hostile(tmp_path)), width=1280, height=900)
     assert browser.script("document.title").endswith("· Gyre report")
     assert browser.script("document.querySelectorAll('img').length") == 0
     assert browser.script("document.querySelectorAll('main > section').length") == 7
@@ -238,9 +221,9 @@ def test_a_hostile_run_runs_nothing(browser: chromium.Chromium, tmp_path: Path) 
 
 @pytest.mark.parametrize("kind", ["empty", "one step", "no rollouts"])
 def test_runs_with_missing_pieces_still_draw(browser: chromium.Chromium, tmp_path: Path, kind: str) -> None:
-    clock = observe_run.Clock()
+    clock = observability_run.Clock()
     if kind == "no rollouts":
-        writer = observe_run.Writer(tmp_path, clock, 1, 0)
+        writer = observability_run.Writer(tmp_path, clock, 1, 0)
         writer.stage = "sft"
         for step in range(1, 40):
             writer.sft_step(step, 40)
@@ -291,7 +274,7 @@ def test_every_chart_names_both_axes_with_their_units(browser: chromium.Chromium
 def test_a_line_needs_three_evaluations(
     browser: chromium.Chromium, tmp_path: Path, evaluations: int, lines: int
 ) -> None:
-    log = EventLog(tmp_path / "events.jsonl", attempt=1, clock=observe_run.Clock())
+    log = EventLog(tmp_path / "events.jsonl", attempt=1, clock=observability_run.Clock())
     log.emit("stage.started", stage="main", steps=4)
     for step in range(evaluations):
         log.emit("step.done", stage="main", step=step + 1, metrics={"loss": 1.0 / (step + 1)})
@@ -305,7 +288,7 @@ def test_a_line_needs_three_evaluations(
 
 
 def test_what_has_nothing_to_show_is_folded_away(browser: chromium.Chromium, tmp_path: Path) -> None:
-    log = EventLog(tmp_path / "events.jsonl", attempt=1, clock=observe_run.Clock())
+    log = EventLog(tmp_path / "events.jsonl", attempt=1, clock=observability_run.Clock())
     log.emit("stage.started", stage="main", steps=5)
     for step in range(1, 6):
         numbers = {"reward": 0.0, "loss": 1.0 / step, "clip_fraction": 0.0, "kl": float("nan"), "entropy": 1.0 / step}
@@ -327,7 +310,7 @@ def test_the_peak_is_what_was_measured_within_phases(
     browser: chromium.Chromium, tmp_path: Path, device: str, label: str, value: str
 ) -> None:
     """Between phases far less is held than within: activations come and go."""
-    log = EventLog(tmp_path / "events.jsonl", attempt=1, clock=observe_run.Clock())
+    log = EventLog(tmp_path / "events.jsonl", attempt=1, clock=observability_run.Clock())
     log.emit("run.started", name="peak", stages=[], device=device)
     owners = {"actor.params": {"device": 40 << 20, "host": 0, "disk": 0}}
     for step, (left, peak) in enumerate([("rollout", 300), ("train", 700), ("evaluate", 200)]):
@@ -343,7 +326,7 @@ def test_the_peak_is_what_was_measured_within_phases(
 def test_figures_that_contradict_each_other_stand_beside_the_headline(
     browser: chromium.Chromium, tmp_path: Path
 ) -> None:
-    log = EventLog(tmp_path / "events.jsonl", attempt=1, clock=observe_run.Clock())
+    log = EventLog(tmp_path / "events.jsonl", attempt=1, clock=observability_run.Clock())
     log.emit("eval.done", stage="main", name="reward", reward=-1.5, n=64, step=0, interval=[-2.0, -1.0], meaning="mean")
     log.emit("warn.figures_contradict", stage="main", step=0, reason="training reward is 3.000, held-out reward -1.500")
     for width in (390, 1280):

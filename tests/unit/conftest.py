@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 import torch
-from rank_pool import RankPool
-from zero_cases import LAYOUTS
 
 from gyre.kernels.cpu.build import INSTRUCTION_SETS, InstructionSet, Unavailable
 from gyre.kernels.cpu.chunks import load_chunks
 from gyre.kernels.cpu.library import load_decoder
+from rank_pool import RankPool
+from zero_cases import LAYOUTS
 
 hypothesis.settings.register_profile("gyre", deadline=None)  # a busy machine says nothing of an example
 hypothesis.settings.load_profile("gyre")
@@ -40,10 +40,12 @@ def both_kernels(request, monkeypatch) -> str:
         if isinstance(narrow, Unavailable) or narrow.instructions is best:
             pytest.skip("there are no AVX2 kernels here beside the best ones")
         monkeypatch.setattr(
-            "gyre.engine.cpu_step.load_decoder", lambda dtype: load_decoder(dtype, INSTRUCTION_SETS[-1])
+            "gyre.engine.runners.cpu_step.load_decoder", lambda dtype: load_decoder(dtype, INSTRUCTION_SETS[-1])
         )
     elif request.param == "torch":
-        monkeypatch.setattr("gyre.engine.cpu_step.load_decoder", lambda dtype: Unavailable(reason="not for this test"))
+        monkeypatch.setattr(
+            "gyre.engine.runners.cpu_step.load_decoder", lambda dtype: Unavailable(reason="not for this test")
+        )
     elif isinstance(library, Unavailable):
         pytest.skip(library.reason)
     return request.param
@@ -56,8 +58,8 @@ def instructions(request) -> Iterator[InstructionSet]:
     if isinstance(found, Unavailable):
         pytest.skip(found.reason)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gyre.engine.cpu_step.load_decoder", lambda dtype: load_decoder(dtype, request.param))
-        for module in ("cpu.chunks", "choose"):
+        patch.setattr("gyre.engine.runners.cpu_step.load_decoder", lambda dtype: load_decoder(dtype, request.param))
+        for module in ("cpu.chunks", "dispatch"):
             patch.setattr(f"gyre.kernels.{module}.load_chunks", lambda dtype: load_chunks(dtype, request.param))
         yield request.param
 

@@ -13,20 +13,20 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from test_data_sources import Events
-from test_text_hub import hub_folder
-from test_text_tokenizer import TOKENIZER
 
 from gyre.core.errors import ConfigError, GyreError, InputError
 from gyre.data.config import DataConfig
 from gyre.data.sources import load_prompts
 from gyre.models.config import ShapeConfig
 from gyre.models.decoder import Decoder
-from gyre.models.hub_files import read_json
-from gyre.models.load import export_hub, init_weights, load_hub
+from gyre.models.hub.files import read_json
+from gyre.models.hub.load import export_hub, init_weights, load_hub
 from gyre.models.spec import spec_from_hub_config, spec_from_shape
 from gyre.runconfig import apply_overrides, load_run_config, parse_run_config, read_toml
 from gyre.text.tokenizer import load_tokenizer
+from unit.data.test_sources import Events
+from unit.text.test_hub import hub_folder
+from unit.text.test_tokenizer import TOKENIZER
 
 CPU = torch.device("cpu")
 SHAPE = ShapeConfig(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, mlp_size=16, tied=False)

@@ -1,6 +1,6 @@
 """Answer: runs a command's body and turns what happens into an exit code. In: a function that returns a JSON-able
 mapping. Out: its JSON on stdout when asked for; a GyreError as one sentence and a hint, exit 2 (1 for a reward that
-broke during a run); Ctrl-C, exit 130, and other signals that a run was stopped by 128 + their number. Caller: cli.main.
+broke during a run); Ctrl-C, exit 130, and other signals that a run was stopped by 128 + their number.
 """
 
 from __future__ import annotations

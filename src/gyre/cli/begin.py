@@ -1,5 +1,5 @@
 """gyre init. In: a name and an objective. Out: a commented config, sample data and, for objectives that learn from
-rewards, a reward file, all in the working folder and ready for `gyre train`. Caller: cli.main.
+rewards, a reward file, all in the working folder and ready for `gyre train`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any
 
 from gyre.cli.loading import loading
 from gyre.core.errors import InputError
-from gyre.wire.folders import find_model
+from gyre.launch.run_folder.run_folder import find_model
 
 
 def run_chat(
@@ -18,7 +18,7 @@ def run_chat(
 ) -> Mapping[str, Any]:
     model, config = find_model(target, None, [])  # refused before torch is loaded
     with loading():
-        from gyre.wire.chat import chat
+        from gyre.launch.chat import chat
 
     def write(piece: str) -> None:
         if not quiet:

@@ -1,6 +1,4 @@
-"""gyre doctor. In: this machine. Out: a line per thing that Gyre can use: there or not, why, and what to do about it.
-Caller: cli.main.
-"""
+"""gyre doctor. In: this machine. Out: a line per thing that Gyre can use: there or not, why, and what to do about it."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from gyre.observe.hardware import describe_hardware
+from gyre.observability.hardware import describe_hardware
 
 Verdict = Literal["ok", "weaker", "missing"]
 MARKS = {"ok": "✓", "weaker": "~", "missing": "✗"}
@@ -102,7 +100,7 @@ def _c_kernels() -> Finding:
 
 
 def _sandbox() -> Finding:
-    from gyre.rewards.executors import choose_mode
+    from gyre.rewards.sandbox.executors import choose_mode
 
     said: dict[str, Any] = {}
     mode = choose_mode("auto", emit=lambda kind, **fields: said.update(fields))

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from gyre.cli.loading import loading
-from gyre.observe.live import show_measure
-from gyre.wire.folders import find_model
-from gyre.wire.names import refuse_missing_data_of
+from gyre.launch.names import refuse_missing_data_of
+from gyre.launch.run_folder.run_folder import find_model
+from gyre.observability.progress.terminal import show_measure
 
 
 def run_eval(
@@ -19,7 +19,7 @@ def run_eval(
     model, settings = find_model(target, config, overrides)
     refuse_missing_data_of(settings)  # before torch is loaded
     with loading():
-        from gyre.wire.commands import evaluate
+        from gyre.launch.commands import evaluate
 
     result = evaluate(model, settings, num_problems=num_problems)
     if not quiet:

@@ -1,5 +1,4 @@
-"""Loading: imports that take seconds, during which Ctrl-C must not get lost. In: nothing. Out: a context. Callers: the
-commands that load torch.
+"""Loading: imports that take seconds, during which Ctrl-C must not get lost. In: nothing. Out: a context.
 
 Code that initialises a C extension may swallow a KeyboardInterrupt. So within this context Ctrl-C is only noted, and
 raised when the imports are done.

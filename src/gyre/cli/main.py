@@ -1,5 +1,5 @@
 """gyre: the command. In: argv. Out: an exit code; with --json, one JSON object as the last line of stdout, logs on
-stderr. Heavy imports wait until a command runs, so that --help answers at once. Caller: the shell.
+stderr. Heavy imports wait until a command runs, so that --help answers at once.
 """
 
 from __future__ import annotations

@@ -10,22 +10,22 @@ from typing import Any
 
 from gyre.cli.loading import loading
 from gyre.core.errors import ConfigError
+from gyre.launch.names import refuse_missing_names
 from gyre.runconfig import load_run_config
-from gyre.wire.names import refuse_missing_names
 
 SHAPE_ONLY = ("sequence_tokens", "update_tokens")  # a config says these itself
 FOLDED, UNFOLDED = 72, 120  # columns: no text is folded below the first; the second where there is no terminal
 
 
 def run_plan(config: Path | None, overrides: list[str], *, options: Mapping[str, Any], quiet: bool) -> dict[str, Any]:
-    """`options` are those of the command that were given, by the names of wire.clusters.Request."""
+    """`options` are those of the command that were given, by the names of launch.plan_command.Request."""
     settings = load_run_config(config, overrides) if config is not None else None
     check_options(config, overrides, options)
     if settings is not None:
         refuse_missing_names(settings)  # before torch is loaded
     with loading():
-        from gyre.wire.clusters import Request
-        from gyre.wire.commands import plan, plan_for_gpus
+        from gyre.launch.commands import plan, plan_for_gpus
+        from gyre.launch.plan_command import Request
 
     columns = max(FOLDED, shutil.get_terminal_size((UNFOLDED, 24)).columns)
     if options:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gyre.core.errors import InputError
-from gyre.wire.folders import why_missing
+from gyre.launch.run_folder.run_folder import why_missing
 
 
 def run_report(run: Path, *, quiet: bool) -> Mapping[str, Any]:
@@ -15,7 +15,7 @@ def run_report(run: Path, *, quiet: bool) -> Mapping[str, Any]:
         raise InputError(
             f"{run} is no run folder{why_missing(run) or ': it has no events.jsonl'}", hint="give a folder under runs/"
         )
-    from gyre.observe.report import write_report
+    from gyre.observability.report.build import write_report
 
     path = write_report(run)
     if not quiet:

@@ -16,7 +16,7 @@ from gyre.core.errors import InputError
 from gyre.core.records import Score, ScorePart
 
 if TYPE_CHECKING:
-    from gyre.wire.score import Scored
+    from gyre.launch.score import Scored
 
 MOST_TEXT_CHARS = 300  # of a completion that is shown
 COLOURS = {"ok": "green", "timeout": "yellow", "error": "red", "invalid": "red"}
@@ -26,7 +26,7 @@ def run_score(target: Path, completions: Path, overrides: list[str], *, quiet: b
     if not completions.is_file():
         state = "is no file" if completions.exists() else "does not exist"
         raise InputError(f"{completions} {state}", hint='give a JSONL file of {"completion": …, "answer": …, …} rows')
-    from gyre.wire.score import read_score_order, score_file
+    from gyre.launch.score import read_score_order, score_file
 
     config, tokenizer = read_score_order(target, overrides)
     scored = score_file(config, completions, tokenizer=tokenizer)

@@ -10,10 +10,10 @@ from typing import Any
 
 from gyre.cli.answer import say_stopped
 from gyre.cli.loading import loading
-from gyre.cluster.guard import guard_driver
+from gyre.cluster.driver_guard import guard_driver
 from gyre.core.errors import ConfigError
-from gyre.wire.names import refuse_missing_names
-from gyre.wire.order import STAGES, read_order
+from gyre.launch.names import refuse_missing_names
+from gyre.launch.train_args import STAGES, read_order
 
 
 def run_train(
@@ -46,7 +46,7 @@ def run_train(
             config, overrides, resume, stage = None, [], guarded.folder, "all"
     try:
         with loading():
-            from gyre.wire.commands import train
+            from gyre.launch.commands import train
 
         say = partial(say_stopped, as_json=quiet)
         asked = {"resume": resume, "stage": stage, "plain": plain}

@@ -1,5 +1,5 @@
 """Cluster config: on which devices a run works, and what happens when one fails. In: the TOML table `[cluster]`.
-Out: a frozen section. Callers: runconfig, wire, cluster. No torch, no ray here."""
+Out: a frozen section. No torch, no ray here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ray cluster: workers as Ray actors, one process each. In: RoleSpecs. Out: handles. Implements Cluster. Caller: wire.
+"""Ray cluster: workers as Ray actors, one process each. In: RoleSpecs. Out: handles. Implements Cluster.
 
 A Ray that is started here listens on loopback only, has no dashboard and tells nobody of it; it ends with `close`. With
 an address the workers are started on the nodes of that cluster, where gyre must be installed.
@@ -19,8 +19,8 @@ from typing import Any, Literal
 import psutil
 
 from gyre.cluster.config import ClusterConfig
-from gyre.cluster.host import Host, OnEvent, Reply, WorkerFault, settle_reply
-from gyre.cluster.waiting import STARTS, arrive
+from gyre.cluster.worker.rpc import STARTS, arrive
+from gyre.cluster.worker.server import Host, OnEvent, Reply, WorkerFault, settle_reply
 from gyre.core.contracts import WorkerHandle
 from gyre.core.errors import ConfigError, WorkerLate, WorkerLost
 from gyre.core.records import RoleSpec

@@ -1,5 +1,5 @@
 """Chunks: pieces of a completion joined to one. In: TokenChunks and Partials, in order. Out: a TokenChunk or a Partial.
-Pure. Callers: engine, cluster, loop.
+Pure.
 
 C tokens of the whole, c of one piece.
 """

@@ -1,5 +1,5 @@
 """Codec: records to bytes and back, for snapshots and between processes. In: a frozen record of `core.records` (or one
-built of them). Out: versioned MessagePack with raw array buffers; never pickle. Callers: `loop.resume`.
+built of them). Out: versioned MessagePack with raw array buffers; never pickle.
 """
 
 from __future__ import annotations

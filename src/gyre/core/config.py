@@ -1,6 +1,6 @@
 """Config base: what every room's `config.py` derives from. In: a mapping from TOML. Out: a frozen, checked section.
 
-Unknown keys are refused with the nearest valid key; pydantic checks types. Callers: each room's config.py, `runconfig`.
+Unknown keys are refused with the nearest valid key; pydantic checks types.
 """
 
 from __future__ import annotations

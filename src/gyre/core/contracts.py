@@ -1,8 +1,7 @@
 """Contracts: the Protocols between rooms. In and out: records only. The loop sees these and never a room.
 
 Rules of all: coroutines; each wait ends by its deadline with DeadlineError naming what was awaited; an operation
-with an `operation_id` is idempotent: a second call with the same id changes nothing and answers the same.
-Callers: `loop`, `cli` through `wire`. Suites: tests/contracts/, which every implementation passes.
+with an `operation_id` is idempotent: a second call with the same id changes nothing and answers the same. Suites: tests/contracts/, which every implementation passes.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@
     └── EngineRefused     a request that the engine will not run, with the reason
 
 Each carries `kind` (for programs), the message (what we got, what we accept) and `hint` (what to do next).
-Faults of ours are assertions, never a GyreError. Callers: every room raises, `cli` prints.
+Faults of ours are assertions, never a GyreError.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Hub names: whether the hub can be asked, and the local folder of a repository. In: a name such as "owner/model".
 Out: a folder of the hub's cache, or an InputError within two seconds when there is no network and no cached copy.
-Imports nothing heavy. Callers: text, models, data, wire.
+Imports nothing heavy.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """JSON files of others: read within bounds. In: a path, or bytes and where they came from. Out: a mapping, or an
-InputError that names the file. Callers: core.schema, text, models.
+InputError that names the file.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Records: the nouns that cross rooms. Frozen, keyword-only, a unit or a length on each field.
 
-In: nothing. Out: plain data (numpy arrays for what grows with tokens). Callers: every room.
+In: nothing. Out: plain data (numpy arrays for what grows with tokens).
 Token ids are the truth and text is a view of them. Masks are data and never guessed from padding.
 
 Letters: P prompt tokens, C tokens that the policy chose, T = tokens of a whole sequence.

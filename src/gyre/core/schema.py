@@ -1,5 +1,5 @@
 """Schemas of files that others wrote. In: a mapping and its schema. Out: the mapping as it was, or an InputError that
-names the file and the key. Keys that a schema does not name are left alone. Callers: text, models.
+names the file and the key. Keys that a schema does not name are left alone.
 """
 
 from __future__ import annotations

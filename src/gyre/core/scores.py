@@ -1,7 +1,5 @@
 """Scores: what a part that failed is worth. In: scores of completions that are compared. Out: the same scores, in which
 no failed part is worth more than what the part gave to any other completion. Pure.
-
-Callers: rewards.score (one call), loop.assemble (all of a step), wire.score.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Examples: supervised sequences from rows with a response, or from the worked traces of a procedural task.
 
 In: DataConfig and a tokenizer. Out: `ExampleSet` of TrainSequences with column loss_mask (True on the response and its
-end token). Callers: wire (sft objective, cold start), pairs.
+end token).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 for answer_only_share of the problems, against a wrong answer without working.
 
 In: DataConfig and a tokenizer. Out: `PairSet`; each pair is (chosen, rejected), both with column loss_mask, a shared
-pair_id and scalars["chosen"] 1.0 and 0.0. `sources.PairSource` deals them. Callers: wire (rm, dpo objectives).
+pair_id and scalars["chosen"] 1.0 and 0.0. `sources.PairSource` deals them.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 In: problems in file order. Out: `Split`. The split looks at the prompt's text alone: not at the seed, the order, the
 tokenizer or the template, so that no run and no objective trains on a prompt that another one is tested on.
-Callers: rows, tasks, sources, examples, pairs.
 """
 
 from __future__ import annotations

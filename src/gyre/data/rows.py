@@ -1,5 +1,5 @@
 """Rows: JSONL, parquet and `datasets` become problems. In: a path and field names. Out: `Problem`s, or an InputError
-that names file and line, what the row has and what was needed. Caller: sources.
+that names file and line, what the row has and what was needed.
 
 Every field of a row that is not the prompt, the answer or a response lands in `Problem.task` (tests, level, …).
 """

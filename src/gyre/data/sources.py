@@ -2,7 +2,7 @@
 Out: `PromptSet`, and `ShuffledSource`, which implements PromptSource for prompts and for training sequences.
 
 Everything dropped is counted in one event, data.loaded, and so are conversations whose last turn, the assistant's, is
-no part of the prompt (split_turns). Callers: examples, pairs, wire, cli.data.
+no part of the prompt (split_turns).
 """
 
 from __future__ import annotations

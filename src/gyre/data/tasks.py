@@ -1,5 +1,5 @@
 """Tasks: procedural problems from reasoning-gym. In: task name, options, seed. Out: different problems whose `task`
-carries {"task", "question", "answer", "metadata"}: all that the task's own scorer needs. Callers: sources, examples.
+carries {"task", "question", "answer", "metadata"}: all that the task's own scorer needs.
 """
 
 from __future__ import annotations

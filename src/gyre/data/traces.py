@@ -1,7 +1,7 @@
 """Traces: worked solutions of procedural problems, right ones and wrong ones (pure). In: task name and metadata.
 Out: a `Trace` whose thinking ends with its answer, or None when no short mechanical one exists.
 
-A wrong trace looks like a right one: one step of it slips and what follows is consistent. Callers: examples, pairs.
+A wrong trace looks like a right one: one step of it slips and what follows is consistent.
 """
 
 from __future__ import annotations

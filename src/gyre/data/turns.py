@@ -1,5 +1,5 @@
 """Turns: where the prompt of a row ends and the response begins (pure). In: a row and the names of its fields. Out: the
-prompt without the response that is to be learnt, or an InputError that says why no such place is sure. Caller: rows.
+prompt without the response that is to be learnt, or an InputError that says why no such place is sure.
 
     prompt field                     prompt
     a text                           the text; refused when the same field is read as answer or response

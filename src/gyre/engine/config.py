@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from gyre.core.config import Section
 from gyre.core.errors import ConfigError
-from gyre.engine.swap import Rates
+from gyre.engine.scheduler.swap import Rates
 
 PAGE_TOKENS = {"cpu": 16, "cuda": 64}  # on a GPU a page is a tile of the attention kernels
 

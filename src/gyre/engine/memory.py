@@ -1,7 +1,7 @@
 """Engine memory: `engine.kv` and, unless shared, `engine.weights`, as components that move between tiers; and
 `engine.kv_host`, the slots for swapped KV, which lives in host memory or nowhere.
 
-In: config, decoder. Out: the KV pool, and the MemoryTenant's three answers. Caller: native, on the compute thread.
+In: config, decoder. Out: the KV pool, and the MemoryTenant's three answers.
 The KV pool's tensor is made once; leaving the device frees its bytes and keeps its identity. On a CUDA device both lie
 in virtual memory, so addresses stay as well: graphs captured over them are valid again when they are back.
 """
@@ -18,11 +18,11 @@ import torch
 from gyre.core.errors import InputError
 from gyre.core.records import Component, Tier, Usage
 from gyre.engine.config import EngineConfig, plan_num_pages, plan_num_slots
-from gyre.engine.host_kv import HostKv
-from gyre.engine.pool import KvPool
+from gyre.engine.kv_cache.host_pool import HostKv
+from gyre.engine.kv_cache.pool import KvPool
+from gyre.memory.pools.cuda_vmm import find_driver, virtual_zeros
+from gyre.memory.pools.storage import PoolTenant, StoragePool
 from gyre.models.decoder import Decoder
-from gyre.vram.pools import PoolTenant, StoragePool
-from gyre.vram.virtual import find_driver, virtual_zeros
 
 KV, WEIGHTS, KV_HOST = "engine.kv", "engine.weights", "engine.kv_host"
 HOST_TIERS: tuple[Tier, ...] = ("host", "none")

@@ -1,5 +1,5 @@
 """Engine weights: which version the engine runs, and how the next one comes in. In: manifests and tensors. Out: a
-decoder whose weights are of one version whole. Caller: native, on the compute thread.
+decoder whose weights are of one version whole.
 
 Shared weights are the trainer's own storage: a version is a number, and no byte moves. One that lies in shards over the
 ranks is gathered into the engine's storage at the commit, a bucket at a time, and never exists a second time. Any other
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from gyre.core.errors import InputError
 from gyre.core.records import Manifest
+from gyre.memory.pools.cuda_vmm import is_present
 from gyre.models.decoder import Decoder
 from gyre.models.init import init_dummies
-from gyre.vram.virtual import is_present
 from gyre.weights.gather import ShardSource
 from gyre.weights.transports.inprocess import shares_storage, stage, swap_in
 

@@ -1,8 +1,7 @@
 """Allocator: asks the C library to keep freed memory for the next step instead of giving it back to the kernel.
 
 A training step on CPU frees and takes the same hundred megabytes for every chunk; by default most of that is unmapped
-and mapped again, page by page, at a fifth of the step's time. In: nothing. Out: whether it worked. Caller: wire, once,
-before threads start. Blocks of 32 MB and more are still given back at once.
+and mapped again, page by page, at a fifth of the step's time. In: nothing. Out: whether it worked. Blocks of 32 MB and more are still given back at once.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Causal attention within each of the sequences packed into one row. In: q, k, v over packed tokens, a PackedLayout.
-Out: attended values. Callers: trainer (training and evaluation passes), models.load (verification).
+Out: attended values.
 
 CPU: C kernels attend where the tokens lie. Without them the scores of a padded bucket are plain batched products and
 one softmax, by blocks of queries so that they stay small; in bfloat16 that is several times faster than torch's fused
@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gyre.kernels.choose import CUDA_DTYPES, WHOLE_HEAD, why_too_old
 from gyre.kernels.cpu.chunks import chunks_for
+from gyre.kernels.dispatch import CUDA_DTYPES, WHOLE_HEAD, why_too_old
 from gyre.kernels.flash import flash_attention
 from gyre.kernels.layout import KEEP_TOKENS, QUERY_BLOCK, PackedLayout
 

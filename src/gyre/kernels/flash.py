@@ -1,6 +1,5 @@
 """Flash: attention of a training pass on a CUDA device, forward and backward, by kernels of others. In: q, k, v over
-packed tokens in BF16 or FP16, a PackedLayout. Out: attended values. Callers: kernels.attention; trainer.native, which
-says which kernel a run has.
+packed tokens in BF16 or FP16, a PackedLayout. Out: attended values.
 
 FlashAttention-4 is taken where it is installed, the device and head dim are its own, and a small pass agrees with
 torch's kernel: tried once per process and shape of heads. Torch's serves the rest, sliding windows among it. Both read
@@ -20,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gyre.kernels.choose import why_too_old
 from gyre.kernels.cpu.build import Unavailable
+from gyre.kernels.dispatch import why_too_old
 from gyre.kernels.layout import PackedLayout
 
 LEAST_BOUND = 512  # tokens. Flash-attn-4 compiles other kernels, for seconds, where the bound is below its tiles

@@ -1,6 +1,5 @@
 """Float8: matrix products of two 8-bit operands. In: rows in a wider dtype. Out: the rows in 8 bits with the one number
-that undoes their scaling; products in the wider dtype. Callers: kernels.linear; trainer.float8 for gathered weights;
-trainer.adamw and optim for Amax.
+that undoes their scaling; products in the wider dtype.
 
 Each operand is scaled as a whole, so that its largest number becomes the format's largest: E4M3 for inputs and weights
 (3 bits of mantissa, up to 448), E5M2 for gradients (2 bits, up to 57,344). These are the numbers of torchao's recipe
@@ -19,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gyre.kernels.choose import load_triton
 from gyre.kernels.cpu.build import Unavailable
+from gyre.kernels.dispatch import load_triton
 
 if TYPE_CHECKING:
     from gyre.kernels.gpu.float8 import Float8Kernels

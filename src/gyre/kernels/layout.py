@@ -1,5 +1,5 @@
 """PackedLayout: where each sequence of a packed chunk lies, and how sequences of like length share padded buckets.
-In: lengths in tokens. Out: index tensors, made once per chunk and used by every layer. Callers: trainer, attention.
+In: lengths in tokens. Out: index tensors, made once per chunk and used by every layer.
 """
 
 # T packed tokens, B sequences of a bucket, L its padded length, P padded slots of all buckets together

@@ -1,5 +1,5 @@
 """Linear: the products of a linear layer, forward and backward, in the dtype of its operands or in 8 bits. In: rows,
-a weight. Out: rows, gradients. Caller: kernels.blocks, whose backward passes are written by hand.
+a weight. Out: rows, gradients.
 
 In 8 bits the backward pass scales input and weight by the same numbers as the forward pass: their largest absolute
 numbers are what it is given. Nothing in 8 bits is kept between the passes: inputs that attention or a norm keeps anyway

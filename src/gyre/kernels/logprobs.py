@@ -1,5 +1,5 @@
 """Log-probs of given tokens. In: hidden rows, head weight, targets, temperatures, optional truncation support.
-Out: logprobs_N and entropy_N, both with a hand-written backward. Callers: trainer.passes, trainer.recompute.
+Out: logprobs_N and entropy_N, both with a hand-written backward.
 
 The vocabulary is taken in blocks, so that logits never exist whole when it is large: a block's gradient of the head is
 then complete at once, and only that of the hidden rows is summed over blocks. The softmax is float32 (float64 for
@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gyre.kernels.choose import kernels_for
 from gyre.kernels.cpu.chunks import ChunkKernels
+from gyre.kernels.dispatch import kernels_for
 
 BLOCK_LOGITS = 2**24  # logits alive at a time
 FUSED_BLOCK_LOGITS = 2**27  # likewise with Triton kernels, which make no copies: 256 MiB

@@ -1,7 +1,7 @@
 """RMSNorm. In: rows of activations, a weight. Out: rows scaled to unit root mean square, times the weight.
 
 `rms_norm` is differentiable; the forward and backward passes beneath it are what blocks.py is made of. Statistics are
-float32 (float64 for float64 rows) whatever the rows are. Callers: models.decoder, blocks.
+float32 (float64 for float64 rows) whatever the rows are.
 """
 
 # N rows, E features of a row
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gyre.kernels.choose import kernels_for
+from gyre.kernels.dispatch import kernels_for
 from gyre.kernels.float8 import Amax
 
 

@@ -1,5 +1,5 @@
 """Rotary position embedding, hub convention: features d and d + D/2 of a head turn together. In: heads, tables of the
-positions. Out: turned heads. Callers: models.decoder (tables), blocks (turning).
+positions. Out: turned heads.
 """
 
 # T tokens, H heads, D head dim, F = D/2 frequencies

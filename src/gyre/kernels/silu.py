@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gyre.kernels.choose import kernels_for
 from gyre.kernels.cpu.chunks import ChunkKernels
+from gyre.kernels.dispatch import kernels_for
 from gyre.kernels.float8 import Amax
 
 

@@ -1,5 +1,5 @@
 """Sums: what ranks computed of the same numbers, added up in float32 in the order of the ranks. In: a row of each rank,
-in the dtype that it was sent in. Out: their sum, written where the caller says. Caller: trainer.fsdp.
+in the dtype that it was sent in. Out: their sum, written where the caller says.
 """
 
 # R ranks, N numbers
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from gyre.kernels.choose import has_triton
+from gyre.kernels.dispatch import has_triton
 
 
 def add_up(parts_RN: Tensor, out_N: Tensor) -> None:

@@ -1,5 +1,5 @@
 """Accuracy: whether a completion is right, by one part of its score. In: a score and the metric of the config.
-Out: right or not. Pure. Callers: loop.controller, loop.evaluate, wire.make.
+Out: right or not. Pure.
 """
 
 from __future__ import annotations

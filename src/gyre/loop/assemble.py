@@ -1,5 +1,5 @@
 """Assemble: scored groups to one global, unpacked TrainBatch. In: groups, reference log-probs, values, the objective.
-Out: the batch and what to report of it. Pure. Caller: loop.controller.
+Out: the batch and what to report of it. Pure.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from gyre.loop.accuracy import AccuracyMetric, is_right
 from gyre.loop.refill import Sampled, drops_equal, filter_metric, find_equal
 from gyre.objectives.advantages import Estimates, Sample, estimate, rank_pairs
 from gyre.objectives.config import AnyObjective, DpoConfig, GrpoConfig, PpoConfig
-from gyre.observe.intervals import mean_error
+from gyre.observability.intervals import mean_error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

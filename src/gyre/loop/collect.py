@@ -1,5 +1,5 @@
 """Collect: prompts to rollouts, with rewards already running on what is done. In: prompts and what was left in flight.
-Out: the same groups, each completion done or set aside. Callers: loop.controller, loop.evaluate.
+Out: the same groups, each completion done or set aside.
 
     groups ──▶ submit (in order, what the engine takes) ──▶ one listener per request ──▶ rollouts ──▶ scoring.offer
                                                                       │

@@ -1,7 +1,4 @@
-"""Config of the loop: rollouts, cold start, evaluation, the mark to reach. In: TOML tables. Out: frozen sections.
-
-Callers: runconfig, planner, wire, loop. No torch here.
-"""
+"""Config of the loop: rollouts, cold start, evaluation, the mark to reach. In: TOML tables. Out: frozen sections. No torch here."""
 
 from __future__ import annotations
 

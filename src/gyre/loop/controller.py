@@ -17,7 +17,6 @@ One step runs at a time, and each phase waits for the one before it: nothing is 
   trainer.step    waits for the compute thread              woken by it                   none: it is our own work
 A stop ends the step in flight, or breaks it off at `run.stop_deadline_s`; `loop.schedule` saves what there is.
 A failure anywhere leaves no task and no request behind; the run goes on from its newest snapshot.
-Caller: wire.stage.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ from gyre.loop.schedule import Rhythm, Turn, run_steps
 from gyre.loop.scoring import Scoring
 from gyre.loop.stopping import StepUnfinished
 from gyre.objectives.config import needs_critic, needs_policy_logprobs, needs_reference
-from gyre.observe.samples import sample_row
+from gyre.observability.samples import sample_row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,5 @@
 """Evaluate: how good the policy is on problems it never trained on. In: held-out prompts or sequences, engine, scorer.
-Out: an Outcome. Callers: loop.controller, loop.offline, wire.commands.
+Out: an Outcome.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gyre.loop.config import EvalConfig, RolloutConfig
 from gyre.loop.failures import find_failures, lower_failed
 from gyre.loop.ports import Emit, TextPort
 from gyre.loop.scoring import Scoring
-from gyre.observe.intervals import mean_error, normal_interval, ratio_error, share_error, wilson_interval
+from gyre.observability.intervals import mean_error, normal_interval, ratio_error, share_error, wilson_interval
 
 # A run that was resumed after an evaluation has not made it. Under a salt of their own, what evaluations leave in the
 # engine's prefix cache is never found by rollouts, and being older it is given up before anything of theirs: so the

@@ -1,6 +1,5 @@
 """Failures: reward parts that could not judge a completion. In: the scored groups of a step or an evaluation. Out: what
 failed, how often and why; scores in which no failure pays; a RewardError when too much failed. Pure.
-Callers: loop.controller, loop.evaluate.
 """
 
 from __future__ import annotations

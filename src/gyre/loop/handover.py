@@ -1,5 +1,5 @@
 """Handover: the one place that decides when a version goes out to the engine. In: a trainer whose step has returned.
-Out: an engine that answers with that version, whole. Callers: loop.controller, loop.offline.
+Out: an engine that answers with that version, whole.
 
     trainer.register ──▶ lifecycle.prepare (receive and verify) ──▶ lifecycle.commit (swap)
 

@@ -13,9 +13,9 @@ from gyre.core.contracts import EngineLifecycle, PolicyTrainer, PromptSource, Ro
 from gyre.core.records import Phase, Prompt, TrainBatch
 from gyre.loop.stopping import StopRequest
 from gyre.objectives.config import AnyObjective
-from gyre.observe.events import EventLog
-from gyre.observe.samples import SampleLog
-from gyre.observe.spans import Spans
+from gyre.observability.events import EventLog
+from gyre.observability.samples import SampleLog
+from gyre.observability.spans import Spans
 
 Emit = Callable[..., None]
 

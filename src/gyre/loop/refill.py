@@ -1,5 +1,5 @@
 """Dynamic sampling: which groups teach nothing, and how many further prompts replace them. In: scored groups, the
-objective, what counts as right. Out: verdicts, and the rollouts of a step. Callers: loop.controller, loop.assemble.
+objective, what counts as right. Out: verdicts, and the rollouts of a step.
 
     groups ──▶ roll out ──▶ scores ──▶ equal groups dropped ──▶ as many further prompts, at most max_refills times
 
@@ -20,7 +20,7 @@ from gyre.loop.config import RolloutConfig
 from gyre.loop.failures import lower_failed
 from gyre.loop.scoring import Scoring
 from gyre.objectives.config import AnyObjective, GrpoConfig
-from gyre.observe.overlap import Interval
+from gyre.observability.overlap import Interval
 
 
 def filter_metric(objective: AnyObjective, accuracy: AccuracyMetric | None) -> AccuracyMetric | None:

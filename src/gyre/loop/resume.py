@@ -1,5 +1,5 @@
 """Resume: what a restart needs beside the trainer's own state, in one record. In: where a stage stands. Out: JSON-able
-state and record bytes for a snapshot, and the same read back. Callers: loop.controller, loop.offline, wire.
+state and record bytes for a snapshot, and the same read back.
 
 Nothing here looks at a clock: what is due follows from the number of the step.
 """

@@ -1,5 +1,5 @@
 """Schedule: what happens between the steps of a stage. In: where the stage stands, what the loop can do. Out: where it
-stands at its end, or where it was asked to stop. Callers: loop.controller, loop.offline.
+stands at its end, or where it was asked to stop.
 
     step ─▶ evaluation, if due ─▶ snapshot, if due ─▶ step …        a stop: snapshot, and no further step
 """

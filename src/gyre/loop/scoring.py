@@ -1,6 +1,5 @@
 """Scoring: rule rewards run in their own processes while rollouts are still being generated. In: finished rollouts, one
-by one. Out: their scores, and how much of the rules' time each window hid. Callers: loop.collect, loop.controller,
-loop.evaluate.
+by one. Out: their scores, and how much of the rules' time each window hid.
 
     offer(rollout) ──▶ waiting, until the event loop turns ──▶ one question to the scorer ──▶ scores by rollout id
 """
@@ -14,7 +13,7 @@ from types import TracebackType
 from gyre.core.contracts import Scorer
 from gyre.core.errors import DeadlineError
 from gyre.core.records import Rollout, Score
-from gyre.observe.overlap import Interval, overlap_account
+from gyre.observability.overlap import Interval, overlap_account
 
 MAX_BATCH = 128  # rollouts per question to the scorer: enough to be cheap, few enough that all its workers have some
 PATIENCE = 1.25  # the scorer itself answers at its deadline, with timeouts; the run ends only if not even that comes

@@ -1,4 +1,4 @@
-"""Model section of the TOML. In: `[model]`. Out: ModelConfig. Callers: runconfig, planner, wire. Imports no torch."""
+"""Model section of the TOML. In: `[model]`. Out: ModelConfig. Imports no torch."""
 
 from __future__ import annotations
 

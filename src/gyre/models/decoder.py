@@ -1,5 +1,5 @@
 """Decoder: one definition of Llama 3, Qwen2.5 and Qwen3 for trainer and engine. In: token ids and positions, flat over
-tokens, and `attend`. Out: hidden states and logits. Callers: trainer (under autograd), engine (under inference mode).
+tokens, and `attend`. Out: hidden states and logits.
 
 Attention is the caller's: `attend(layer, q_THD, k_TKD, v_TKD) -> out_THD` gets rotated heads and knows where the
 sequences are. All else is per token, so that the same code serves a packed chunk and a decoding batch.
@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gyre.core.records import Checkpointing, Projection
-from gyre.kernels.blocks import attention_inputs, layer_output
-from gyre.kernels.keep import Replay, Turned
 from gyre.kernels.norm import rms_norm
+from gyre.kernels.recompute import Replay, Turned
 from gyre.kernels.rope import rope_frequencies, rope_tables
+from gyre.models.layers.blocks import attention_inputs, layer_output
 from gyre.models.spec import ModelSpec
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]

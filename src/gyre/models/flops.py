@@ -1,7 +1,6 @@
 """FLOPs: the arithmetic that a model asks for, whoever runs it and however often. Pure.
 
-In: sizes of a decoder, lengths of packed sequences. Out: FLOPs of one forward pass; a backward pass takes twice that.
-Callers: trainer.measures (MFU), bench. docs/training.md states the formula.
+In: sizes of a decoder, lengths of packed sequences. Out: FLOPs of one forward pass; a backward pass takes twice that. docs/training.md states the formula.
 
     forward = 2 · W · T  +  4 · H · D · Σ pairs  +  2 · O · E · N
 

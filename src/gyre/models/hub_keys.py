@@ -1,10 +1,9 @@
 """Hub keys: what each key of a hub `config.json` is to us. In: the mapping. Out: a refusal, or the keys without effect.
 
 Every key of transformers' LlamaConfig, Qwen2Config and Qwen3Config is read by models.spec, refused unless it has the
-value that we run, or irrelevant to the logits; tests/unit/test_models_config_keys.py walks them against transformers.
+value that we run, or irrelevant to the logits; tests/unit/models/test_config_keys.py walks them against transformers.
 Keys that these classes do not have are ignored there, and here with an event, but for those that transformers' shared
 code obeys or that another architecture is known by: such a checkpoint is not the model that it says it is.
-Callers: models.spec, wire.
 """
 
 from __future__ import annotations

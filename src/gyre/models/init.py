@@ -1,5 +1,5 @@
 """Fresh weights, a pure function of (seed, parameter name): the same on every device, in every order and for every run
-of a tensor that is asked for. Callers: wire (fresh models), engine (dummy start), tests.
+of a tensor that is asked for.
 
 A matrix is drawn in blocks, each from a seed of its own, so that a rank draws little more than the rows that it keeps,
 and threads draw side by side. They do nothing that torch spreads over threads: each of them would get a team of its

@@ -1,6 +1,5 @@
 """ModelSpec: the numbers that define one decoder. In: a hub `config.json` mapping, or a ShapeConfig. Out: a frozen
-spec with parameter shapes, bytes and FLOPs, and the hub mapping again. Pure; imports no torch. Callers: decoder, names,
-load, planner, engine (page sizes), vram (bytes).
+spec with parameter shapes, bytes and FLOPs, and the hub mapping again. Pure; imports no torch.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ from typing import Any, Literal, Protocol
 
 from gyre.core.errors import InputError
 from gyre.models.config import ShapeConfig
+from gyre.models.hub.schema import check_config
 from gyre.models.hub_keys import refuse_unsupported
-from gyre.models.hub_schema import check_config
 
 Family = Literal["llama", "qwen2", "qwen3"]
 

@@ -1,6 +1,6 @@
 """Advantages: rewards to what each token is worth. In: scores, values and log-probs of a step's samples (numpy).
 Out: advantages and returns per sampled token; which groups teach nothing; which completions make a pair. Pure, float64
-inside, torch-free. Callers: `loop.assemble` through `objectives.api`.
+inside, torch-free.
 
 G samples of one group (siblings of one prompt), C sampled tokens of one sample, T steps of an episode.
 """

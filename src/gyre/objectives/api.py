@@ -1,5 +1,5 @@
 """Objectives' public face: the whole room in one import. In: an objective config and one chunk's tensors (or a step's
-rewards). Out: a loss to be divided by one global denominator, metric sums, advantages. Callers: `trainer`, `loop`.
+rewards). Out: a loss to be divided by one global denominator, metric sums, advantages.
 
 How a trainer uses it, for one optimiser step over any split into chunks:
 
@@ -20,16 +20,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from torch import Tensor
 
-from gyre.objectives.advantages import (
-    Estimates,
-    Sample,
-    advantages,
-    equal_groups,
-    estimate,
-    gae,
-    kl_numpy,
-    rank_pairs,
-)
+from gyre.objectives.advantages import Estimates, Sample, advantages, equal_groups, estimate, gae, kl_numpy, rank_pairs
 from gyre.objectives.config import (
     AnyObjective,
     DpoConfig,

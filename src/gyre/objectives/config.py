@@ -1,5 +1,5 @@
 """Objective config: which mathematics a run trains with. In: the `[objective]` table. Out: one frozen, resolved model,
-and the plain questions that other rooms ask of it. Torch-free. Callers: `runconfig`, `loop`, `trainer`, `wire`.
+and the plain questions that other rooms ask of it. Torch-free.
 
 A GRPO variant is a row of `VARIANTS`: named choices that fill whatever the TOML leaves out, so that after parsing no
 field is open and every choice can be set on its own.

@@ -1,5 +1,5 @@
 """DPO: learn from preference pairs without a reward model. In: log-probs of both answers under policy and reference.
-Out: summed loss over pairs, metric sums. Caller: `objectives.api`.
+Out: summed loss over pairs, metric sums.
 
 N target tokens of a chunk, S its sequences, P its pairs.
 """

@@ -1,5 +1,5 @@
 """Policy loss: the clipped surrogate that GRPO, its variants and PPO share. In: log-probs, advantages. Out: summed
-loss, metric sums. Callers: `objectives.api`, `objectives.ppo`. See `config` for the table of variants and `advantages`.
+loss, metric sums. See `config` for the table of variants and `advantages`.
 
 N target tokens of a chunk, S its sequences.
 """
@@ -168,7 +168,7 @@ def _ratio_sums(
 def _gap_sums(inputs: LossInputs) -> dict[str, Tensor]:
     """How far the trainer's log-probs are from those the engine sampled with, weights being equal: 0 and 1 when both
     compute the same. `logprob_gap_mult` is the mean of exp |difference|, the form that published gates use. The part
-    where the trainer is above, and the share of large gaps, tell the cause (`observe.mismatch`)."""
+    where the trainer is above, and the share of large gaps, tell the cause (`observability.mismatch`)."""
     if inputs.behaviour_logprobs_N is None:
         return {}
     with torch.no_grad():

@@ -1,5 +1,5 @@
 """Loss inputs: what one packed chunk hands to a loss. In: the trainer's forward pass and a batch's columns, gathered
-at the target tokens. Out: one frozen record of flat tensors. Callers: `trainer` makes it, `objectives.api` reads it.
+at the target tokens. Out: one frozen record of flat tensors.
 
 N target tokens of the chunk (tokens whose loss_mask is True; masks are applied by being absent), S sequences of the
 chunk, P preference pairs of the chunk. Sequences are whole: a sequence's targets never straddle two chunks.

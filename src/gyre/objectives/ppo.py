@@ -1,5 +1,4 @@
-"""PPO: the clipped policy loss with a critic's value loss. In: log-probs, values. Out: summed loss, metric sums.
-Caller: `objectives.api`. Advantages by GAE: `advantages.gae`.
+"""PPO: the clipped policy loss with a critic's value loss. In: log-probs, values. Out: summed loss, metric sums. Advantages by GAE: `advantages.gae`.
 
 N target tokens of a chunk, S its sequences.
 """

@@ -1,5 +1,5 @@
 """Reward model: learn to score the preferred answer higher. In: a scalar per sequence. Out: summed loss over pairs,
-metric sums. Caller: `objectives.api`.
+metric sums.
 
 S sequences of a chunk, P its pairs.
 """

@@ -1,4 +1,4 @@
-"""SFT: cross-entropy on target tokens. In: log-probs. Out: summed loss, metric sums. Caller: `objectives.api`.
+"""SFT: cross-entropy on target tokens. In: log-probs. Out: summed loss, metric sums.
 
 N target tokens of a chunk, S its sequences.
 """

@@ -1,5 +1,5 @@
 """Terms: the pieces that every loss is made of. In: flat tensors over a chunk's target tokens. Out: flat tensors, or
-(sum, count) pairs for metrics. Callers: the losses of this room.
+(sum, count) pairs for metrics.
 
 N target tokens of a chunk, S its sequences.
 """

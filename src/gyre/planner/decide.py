@@ -1,7 +1,7 @@
 """Decide: turns what the user left open into numbers that fit this machine. Pure.
 
 In: PlanInputs, Hardware. Out: Plan, with the reason of each number, or a ConfigError / MemoryBudgetError that says what
-would fit. Callers: `wire`, `gyre plan`. The phases are worked out by the same ledger that a run obeys.
+would fit. The phases are worked out by the same ledger that a run obeys.
 """
 
 from __future__ import annotations
@@ -12,8 +12,14 @@ from dataclasses import dataclass
 from gyre.core.errors import ConfigError, MemoryBudgetError
 from gyre.core.records import Phase
 from gyre.engine.config import PAGE_TOKENS
+from gyre.memory.config import Residency
+from gyre.memory.errors import advise_device, words
+from gyre.memory.phases import RING
+from gyre.memory.records import STAGING_BYTES, Budgets
+from gyre.planner.batch_sizes import check_lengths, derive, longest_sequence
 from gyre.planner.lighter import lighter
-from gyre.planner.memory import kv_bytes_per_page, predict_components, staging_bytes, working_bytes
+from gyre.planner.memory_model.components import kv_bytes_per_page, predict_components, staging_bytes, working_bytes
+from gyre.planner.memory_model.phases import walk_ring, walk_start
 from gyre.planner.plan import (
     ComponentPlan,
     DeviceKind,
@@ -26,13 +32,7 @@ from gyre.planner.plan import (
     Sizes,
     best_dtype,
 )
-from gyre.planner.ring import walk_ring, walk_start
-from gyre.planner.sizes import check_lengths, derive, longest_sequence
 from gyre.planner.ways import join_ways, ways_out
-from gyre.vram.config import Residency
-from gyre.vram.entries import STAGING_BYTES, Budgets
-from gyre.vram.phases import RING
-from gyre.vram.refusals import advise_device, words
 
 MOST_RUNNING = {"cpu": 256, "cuda": 512}
 PREFERRED_CHUNK = {"cpu": 8192, "cuda": 16384}  # tokens; larger ones gain little speed and cost memory

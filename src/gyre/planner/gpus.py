@@ -1,5 +1,5 @@
 """GPUs by name, so that a plan needs none of them here. In: a name such as "h200". Out: its Gpu, or a ConfigError that
-lists the names. Pure. Callers: `wire.clusters`, `planner.search` through the record.
+lists the names. Pure.
 
 Rates without a note are the vendor's data sheets (dense, without sparsity). Those of the H200 that say "measured" come
 from bench/records and from the survey of trainers; the other GPUs take the H200's measured share of their data sheet.

@@ -1,5 +1,5 @@
 """Hardware: reads what this machine offers right now, for the planner. In: the folder of the disk tier, or None.
-Out: Hardware. Callers: `wire`, `gyre plan`, `gyre doctor`. The only file of this room that looks at the world."""
+Out: Hardware. The only file of this room that looks at the world."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 
-from gyre.kernels.choose import why_too_old
 from gyre.kernels.cpu.build import Unavailable
 from gyre.kernels.cpu.chunks import load_chunks
-from gyre.observe.hardware import describe_hardware
+from gyre.kernels.dispatch import why_too_old
+from gyre.memory.probe import read_device, read_host
+from gyre.observability.hardware import describe_hardware
 from gyre.planner.plan import Hardware, Saving
-from gyre.vram.probe import read_device, read_host
 
 
 def read_hardware(disk_folder: Path | None = None) -> Hardware:

@@ -1,6 +1,6 @@
 """Lighter: the changes of a run's settings that ask less of the device. Pure.
 
-In: PlanInputs. Out: Ways by kind, the cheapest kind first. Caller: `planner.decide`, which finds out what fits.
+In: PlanInputs. Out: Ways by kind, the cheapest kind first.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from gyre.parallel.config import Zero
-from gyre.planner.candidates import CHECKPOINTING
-from gyre.planner.layouts import Offload
+from gyre.distributed.config import Zero
+from gyre.planner.batch_sizes import longest_sequence
+from gyre.planner.memory_model.states import Offload
 from gyre.planner.plan import PlanInputs, Shards
-from gyre.planner.sizes import longest_sequence
+from gyre.planner.search.candidates import CHECKPOINTING
 from gyre.planner.ways import CHEAPEST_FIRST, Way
 
 Found = TypeVar("Found")

@@ -1,7 +1,7 @@
 """Plan: everything a run needs to know, decided once. Records only, with a JSON round trip (`plan.json`).
 
 In: PlanInputs (numbers from the configs; None where the user says "auto") and Hardware. Out: Plan, in which nothing is
-open any more. Callers: `planner.decide` makes it, `wire` obeys it, `gyre plan` prints it.
+open any more.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 from gyre.core.errors import SnapshotError
 from gyre.core.records import Checkpointing, Matmul, Moments, Phase, Tier
-from gyre.parallel.config import SumGradients, Zero
-from gyre.vram.config import Leave, Residency
+from gyre.distributed.config import SumGradients, Zero
+from gyre.memory.config import Leave, Residency
 
 DeviceKind = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16", "float16"]

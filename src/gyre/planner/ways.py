@@ -1,6 +1,6 @@
 """Ways: what could be asked instead of what does not fit, each change alone, and words of those that do fit. Pure.
 
-In: changes by kind, how one is judged. Out: words. Callers: `planner.decide`, `planner.nearest`.
+In: changes by kind, how one is judged. Out: words.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Checks: from a part's kind to the function that judges one completion. In: options, an Item. Out: a verdict.
 
-Runs in worker processes. Callers: rewards.worker; tests.
+Runs in worker processes.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from gyre.core.errors import InputError
-from gyre.rewards import answer, code, format, function
+from gyre.rewards import format, function
+from gyre.rewards.answers import answer
+from gyre.rewards.code import code
 from gyre.rewards.messages import Item
-from gyre.rewards.sandbox import Limits
+from gyre.rewards.sandbox.records import Limits
 
 Verdict = tuple[float, str, str]  # value, reason, outcome of a ScorePart
 Check = Callable[[Item], Verdict]

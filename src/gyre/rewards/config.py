@@ -1,4 +1,4 @@
-"""Config of the rewards room: which parts a score has, how they run. In: a `[rewards]` table. Callers: runconfig, wire.
+"""Config of the rewards room: which parts a score has, how they run. In: a `[rewards]` table.
 
 [[rewards.parts]]
 kind = "answer"

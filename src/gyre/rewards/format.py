@@ -3,7 +3,7 @@
     <think> … </think> <answer> … </answer>
 
 Each tag exactly once, in this order, nothing outside but whitespace; a letter or a digit inside <think>, a visible
-character inside <answer>. Also `length_value`, the penalty for completions that are too long. Caller: rewards.checks.
+character inside <answer>. Also `length_value`, the penalty for completions that are too long.
 """
 
 from __future__ import annotations

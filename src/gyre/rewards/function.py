@@ -10,7 +10,6 @@ Before anything expensive, `check_reward_function` runs it on samples in a proce
 case that fails. During a run a raise is a score with outcome "error" and NaN, ±inf or no number one with "invalid": a
 failed part and an event, never a crash. A reason has the exception, file and line before its first ": ", and behind
 it what differs from completion to completion: so equal failures are counted together.
-Callers: rewards.checks (worker), `wire` (check).
 """
 
 from __future__ import annotations

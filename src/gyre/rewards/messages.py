@@ -5,7 +5,6 @@
 
 A verdict goes out before the next check that may hang begins, so the first check without a verdict is what hangs.
 Each verdict bears its job's token, so that what a reward writes to the channel is not taken for one.
-Callers: rewards.pool, rewards.worker.
 """
 
 from __future__ import annotations

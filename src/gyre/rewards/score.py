@@ -1,6 +1,6 @@
 """Scorer: rollouts to numbers with reasons, by rules. In: rollouts, the parts of the config. Out: one Score each.
 
-A score is the weighted sum of its parts. Each part of each rollout is a check in a worker process (rewards.pool) while
+A score is the weighted sum of its parts. Each part of each rollout is a check in a worker process (rewards.pool.pool) while
 the loop goes on; a check that hangs, dies or raises costs that one part of that one rollout: it is labelled and counts
 as the least that the part can give, so that it is never worth more than a wrong answer. For a reward function, whose
 least value nobody knows, that is `failed`, or the least that it gave in the same call (core.scores).
@@ -8,7 +8,7 @@ Parts of kind "model" are not scored here: the trainer evaluates the reward mode
 Events: reward.timeout, reward.error, reward.invalid (one per labelled part, with the rollout and the reason);
 warn.tests_decided_inside (per call and part: `count` tests of code that the tested programs could forge);
 sandbox.call_refused (one per part whose programs made such system calls, by name and with counts); those of
-rewards.pool and of rewards.executors.choose_mode. Caller: `wire` builds it, the loop calls it.
+rewards.pool.pool and of rewards.sandbox.executors.choose_mode.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Literal, cast
 from gyre.core.records import Rollout, Score, ScorePart
 from gyre.core.scores import lower_failed_parts
 from gyre.rewards.config import RewardsConfig
-from gyre.rewards.executors import choose_mode
 from gyre.rewards.messages import Item, Setup, Verdict, encode_item
-from gyre.rewards.pool import Pool, Ticket
+from gyre.rewards.pool.pool import Pool, Ticket
+from gyre.rewards.sandbox.executors import choose_mode
 
 _MOST_WORKERS = 16  # chosen by itself; a config may say more
 

@@ -1,6 +1,6 @@
 """Hub tokenizers: folders and names that transformers loads. In: a folder or name. Out: its tokenizer, chat template
 and end tokens. Nothing of a folder is executed: no Python (trust_remote_code=False); its template runs in a process of
-its own. transformers is imported on first use only. Caller: tokenizer.
+its own. transformers is imported on first use only.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 from gyre.core.errors import InputError
 from gyre.core.hub import hub_folder
 from gyre.core.jsonfile import read_json
+from gyre.text.chat_template import ChatTemplate
 from gyre.text.hub_schema import check_tokenizer_files, eos_ids_of
-from gyre.text.template import ChatTemplate
 
 PATTERNS = ("*.json", "*.model", "*.txt", "*.jinja", "additional_chat_templates/*")
 PROBE, QUESTION_PROBE = "Qz7answerprobe", "Qz7questionprobe"  # texts that no template writes itself

@@ -1,5 +1,5 @@
 """Schemas of a tokenizer's files: what we and transformers read of them. In: a folder, or a mapping. Out: the settings
-that are ours, or an InputError that names file and key. Caller: hub.
+that are ours, or an InputError that names file and key.
 """
 
 from __future__ import annotations

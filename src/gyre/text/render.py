@@ -1,6 +1,6 @@
 """Rendering: a problem becomes prompt tokens, a response becomes the tokens to learn. In: text or messages. Out: ids.
 
-The response format is R1's: <think>…</think><answer>…</answer> and the end token. Callers: data, cli.chat.
+The response format is R1's: <think>…</think><answer>…</answer> and the end token.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tokenizer: text to token ids and back, from our own files or from any hub folder with a fast tokenizer.
 
-In: a folder, a hub name, or texts to train on. Out: `Tokenizer`. Callers: data, engine (stop strings), wire, cli.
+In: a folder, a hub name, or texts to train on. Out: `Tokenizer`.
 Ours is byte-level BPE whose digits (and the minus sign of a number) stand alone, while whole clauses between digits
 may become one token: procedural prompts get short. transformers is imported only for folders that are not ours.
 """
@@ -21,8 +21,8 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from gyre.core.errors import ConfigError, InputError
 from gyre.core.hub import is_hub_name, near_folders
 from gyre.core.jsonfile import read_json
+from gyre.text.chat_template import ChatTemplate
 from gyre.text.hub import load_hub_tokenizer
-from gyre.text.template import ChatTemplate
 
 PAD, END = "<|pad|>", "<|end|>"
 SPECIAL = (PAD, END, "<think>", "</think>", "<answer>", "</answer>")

@@ -1,5 +1,5 @@
 """Trainer config: how a policy is updated and when its state is saved. In: TOML tables `[trainer]`, `[snapshot]`.
-Out: frozen sections. Callers: runconfig, planner, trainer. No torch here."""
+Out: frozen sections. No torch here."""
 
 from __future__ import annotations
 

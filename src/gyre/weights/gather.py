@@ -1,6 +1,5 @@
 """Gather: whole tensors back from their shards, a bucket at a time. In: a ShardLayout, this rank's runs, the group that
-holds the shards. Out: runs of whole tensors, on every rank, or written into given storage. Callers: trainer (engines'
-weights, the reference), wire.
+holds the shards. Out: runs of whole tensors, on every rank, or written into given storage.
 
 While the runs of one bucket are written where they belong, the next one travels. Never more than these two exist beside
 the shards and the destination.
@@ -16,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gyre.parallel.group import Group
+from gyre.distributed.process_group import Group
 from gyre.weights.shards import GatherBucket, Shape, ShardLayout, plan_gather
 
 BUCKET_BYTES = 256 << 20

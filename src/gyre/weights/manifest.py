@@ -1,5 +1,5 @@
 """Manifest of a policy version: what a receiver must hold to have it whole. In: tensors by name. Out: a Manifest, or
-the faults of tensors compared with one. Callers: trainer.register, weights.transports, engine.prepare.
+the faults of tensors compared with one.
 
 Checksums are blake2b over the row-major bytes, 16 hex digits; a float is compared by its bits and never by value.
 """

@@ -1,5 +1,5 @@
 """Shards: which numbers of each tensor each rank of a group holds. In: shapes, a number of ranks. Out: a ShardLayout,
-and the plan by which whole tensors come back from it in pieces of bounded size. Pure. Callers: weights.gather, trainer.
+and the plan by which whole tensors come back from it in pieces of bounded size. Pure.
 
 A rank keeps its numbers in one flat buffer. A shard is always a run of the row-major tensor, so any two layouts of a
 tensor are joined by cutting runs.

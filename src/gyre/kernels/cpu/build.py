@@ -1,5 +1,5 @@
 """Build: the C sources of this folder as one shared library per dtype and instruction set. In: the system's C compiler.
-Out: a loaded library, or Unavailable with the reason. Callers: library, chunks, cli.doctor.
+Out: a loaded library, or Unavailable with the reason.
 
 The processor has its say once: the first of INSTRUCTION_SETS that it and the compiler have is taken. A library is
 compiled once and kept in the user's cache folder under a name that holds the instruction set and a hash of the sources,

@@ -1,5 +1,4 @@
-"""Chunks: the C kernels of the trainer, on tensors. In: rows of a packed chunk on a CPU. Out: new tensors.
-Callers: kernels.attention, and kernels.choose for norm, heads, silu, logprobs. Each of these does the same by torch
+"""Chunks: the C kernels of the trainer, on tensors. In: rows of a packed chunk on a CPU. Out: new tensors. Each of these does the same by torch
 where `chunks_for` says None: in float64, at widths that are no whole vectors, without a compiler.
 """
 

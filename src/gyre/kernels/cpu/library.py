@@ -1,5 +1,5 @@
 """Library: the C kernels' records and functions, as ctypes sees them. In: a dtype; an instruction set, where not the
-processor's best is wanted. Out: DecoderLibrary, or Unavailable. Callers: engine.cpu_step, tests.
+processor's best is wanted. Out: DecoderLibrary, or Unavailable.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """AdamW in one pass over float32 weights, gradients and moments that lie in any number of places, in Triton. In: parts,
 each four tensors of one length. Out: the same, in place; gradients are zero afterwards; where asked, the largest number
-of each part's new weights. Caller: trainer.adamw, whose torch operations are the oracle, in the same order.
+of each part's new weights.
 
 One launch updates all parts: a rank has some hundreds of shards, and to launch each costs the host more than updating
 it costs the device once eight ranks share the work. A program finds its part in a table of addresses.

@@ -1,5 +1,5 @@
 """Decode attention over KV pages in Triton: one query per sequence, split over its keys. In: queries, a layer's pages,
-the block table, a work list. Out: attended heads. Caller: engine.gpu. Oracle: kernels.reference.paged_attention.
+the block table, a work list. Out: attended heads. Oracle: reference_kernels.paged_attention.
 
 The keys of a sequence are cut into pieces of a fixed size, so that what is added in which order depends on the sequence
 alone (flash-decoding, Dao et al. 2023, with a fixed piece instead of a fixed count). The host lists the pieces; a fixed
@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from gyre.kernels.gpu.items import ITEM_BITS
+from gyre.kernels.gpu.work_list import ITEM_BITS
 
 TILE_TOKENS = 64  # keys of a round; 2 warps and 3 stages keep 4 programs busy on a multiprocessor
 PROGRAMS_PER_SM = 4

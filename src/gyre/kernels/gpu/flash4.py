@@ -1,6 +1,6 @@
 """FlashAttention-4, where the package flash-attn-4 is installed. For prompt chunks: queries, a layer's pages and a
 block table in, attended heads out; it reads pages fastest when they are its key tiles. For training: packed sequences
-in, attended heads out, under autograd. Callers: engine.gpu_attention, kernels.flash, bench.
+in, attended heads out, under autograd.
 """
 
 # T tokens, C chunks, H heads, K kv heads, D head dim, P pages per row

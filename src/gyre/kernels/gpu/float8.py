@@ -1,5 +1,5 @@
 """8-bit operands of matrix products, in Triton. In: rows in BF16, FP16 or FP32. Out: their largest absolute number; the
-rows scaled, rounded and, where asked, transposed. Caller: kernels.float8, whose torch operations are the oracle.
+rows scaled, rounded and, where asked, transposed.
 
 Each kernel reads its input once; rows and columns come from the same reading. The largest number is found by atomics,
 which is exact in any order; kernels of `training` and `adamw` that write an operand find it by the same two

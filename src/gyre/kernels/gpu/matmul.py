@@ -1,5 +1,5 @@
 """Matrix products whose rows do not depend on the rows beside them, in Triton. In: activations, a weight, perhaps a
-bias or a residual. Out: products. Caller: models.fused. Oracle: torch.nn.functional.linear.
+bias or a residual. Out: products. Oracle: torch.nn.functional.linear.
 
 A library picks another kernel, and so another order of addition, for another number of rows. Here every shape of tile
 adds along the columns in the same order, sixteen at a time, into one float32 accumulator per element (always by the

@@ -1,6 +1,5 @@
 """Everything between the matrix products of an inference pass, in Triton: norm, per-head norm + rotation + KV write,
-gated activation, page bookkeeping. In: activations. Out: activations; keys and values in their pages. Caller:
-engine.gpu. Oracles: kernels.norm, kernels.rope, kernels.silu; each step rounds where those round.
+gated activation, page bookkeeping. In: activations. Out: activations; keys and values in their pages. Oracles: kernels.norm, kernels.rope, kernels.silu; each step rounds where those round.
 """
 
 # T tokens, E hidden size, H heads, K kv heads, J = H + 2K, D head dim, F = D / 2, M mlp size,

@@ -1,6 +1,6 @@
 """Prefill attention over KV pages in Triton: chunks of prompts, causal, their keys in the pages already. In: queries of
-all chunks in a row, a layer's pages, the block table, a tile list. Out: attended heads. Caller: engine.gpu. Oracle:
-kernels.reference.paged_attention.
+all chunks in a row, a layer's pages, the block table, a tile list. Out: attended heads. Oracle:
+reference_kernels.paged_attention.
 
 FlashAttention-2's loop (Dao 2023, algorithm 1) with one page per round, fetched by the tensor memory accelerator. What
 is added in which order depends on the query's position alone, not on how the prompt was cut.
@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gyre.kernels.gpu.decode_attention import LOG2_E
-from gyre.kernels.gpu.items import ITEM_BITS
+from gyre.kernels.gpu.work_list import ITEM_BITS
 
 TILE_QUERIES = 128
 

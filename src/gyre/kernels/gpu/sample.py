@@ -1,6 +1,6 @@
 """Sampling without truncation in Triton: one token per row by inverse CDF, read from the logits once. In: logits,
 inverse temperatures, uniforms. Out: tokens and their log-probs, plain and after temperature; log-probs of given tokens
-to the same bits. Callers: engine.gpu_runner, trainer.invariant. Oracle: engine.sampler.choose.
+to the same bits. Oracle: engine.sampling.sampler.choose.
 
 Blocks of the vocabulary leave their maximum and their sums of exponentials; then one program per row finds the block
 in float64 and the token within it. Blocks are fixed, so a row's token does not depend on the rows beside it. What a row

@@ -1,5 +1,5 @@
 """What the loss head does to logits, in Triton: statistics of a block of them, and their gradient, over them in place.
-In: BF16 or FP16 logits of a block of the vocabulary. Out: float32 numbers per row; gradients. Caller: kernels.logprobs.
+In: BF16 or FP16 logits of a block of the vocabulary. Out: float32 numbers per row; gradients.
 Oracle: TokenLogprobs there. No float32 copy of logits is ever made.
 
 How the vocabulary is cut follows from the number of rows, so a block's width and stride vary. Triton looks whether 16

@@ -1,6 +1,5 @@
 """Everything between the matrix products of a training pass, in Triton: norm, per-head norm + rotation, gated
-activation, each forward and backward. In: BF16 or FP16 rows. Out: new tensors of that type. Callers: kernels.norm,
-heads, silu, through kernels.choose. Oracles: the torch code beside each call.
+activation, each forward and backward. In: BF16 or FP16 rows. Out: new tensors of that type. Oracles: the torch code beside each call.
 
 Arithmetic is float32. The forward kernels round where torch's operations would, the backward ones only at the end.
 Every kernel reads and writes each row once. Gradients of norm weights are sums per program, then one sum over programs:

@@ -1,5 +1,5 @@
 """In-process transport: from a trainer's tensors to an engine's, in one process. In: source tensors by name and the
-Manifest. Out: nothing to do (same storage), or staged copies, verified, and then swapped in. Caller: engine.lifecycle.
+Manifest. Out: nothing to do (same storage), or staged copies, verified, and then swapped in.
 
 A version is whole or not there: `stage` touches nothing of the receiver, `swap_in` checks everything before it writes
 its first byte, and copies into the receiver's own storage so that addresses stay.

@@ -1,0 +1,1 @@
+"""Several engines behind one contract: routing, retries, lost replicas."""

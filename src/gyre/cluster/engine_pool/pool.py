@@ -1,0 +1,463 @@
+"""Engine pool: many engines as one. In: Requests. Out: their streams, whichever engine answers. Implements
+RolloutEngine and EngineLifecycle.
+
+    submit ──▶ desk: routed by outstanding tokens ──▶ member.send ──▶ engine ──▶ news ──▶ book ──▶ stream
+                            ▲                                           │ lost
+                            └──────── again, from what has come ◀───────┘
+
+An engine that is lost costs its own requests only: the others go on with them. It is started again where that is
+possible, and takes work once it has the weights that the others have. An engine beside a trainer rank is vital: with it
+the rank is gone, so every stream ends with RankError and the run restarts. A fault in the pool itself, such as a full
+disk under the events, ends every stream with that fault.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from gyre.cluster.engine_pool.pool_stream import PoolStream
+from gyre.cluster.engine_pool.replica import Member
+from gyre.cluster.engine_pool.router import Desk
+from gyre.cluster.health.watchdog import Patience, Watchdog
+from gyre.cluster.trainer_group import GRACE_S, VersionTensors, find_cause
+from gyre.cluster.worker.endpoints import add_stats
+from gyre.cluster.worker.rpc import CALLS, LOSSES
+from gyre.cluster.worker.server import WorkerFault
+from gyre.core.contracts import Cluster, CommitPolicy, WorkerHandle
+from gyre.core.errors import GyreError, RankError
+from gyre.core.records import EngineStats, Health, Manifest, Partial, Request
+
+STOP_S = 10.0  # on top of an engine's own deadline, for its answer to arrive
+WATCH_S = 10.0  # on top of the deadline of an engine beside a rank: its watchdog is to judge first, with all stacks
+Revive = Callable[[str], Awaitable[WorkerHandle]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSettings:
+    call_deadline_s: float
+    hang_s: float
+    progress_tokens: int
+    max_restarts: int = 0  # of each engine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Offer:
+    """A version that the engines are to have. `source` has its tensors, or fetches them where it is asked."""
+
+    manifest: Manifest
+    source: Mapping[str, Any]
+
+    @property
+    def version(self) -> int:
+        return self.manifest.version
+
+    def is_home(self, member: Member) -> bool:
+        """Whether the engine takes the version from the trainer rank beside it."""
+        return isinstance(self.source, VersionTensors) and member.name in self.source.homes
+
+
+class EnginePool:
+    """`engines` are workers whose object has an EngineSeat as `engine`; those in `vital` hold a trainer rank too.
+    `revive(name)` starts a lost engine's worker again; without it a lost engine stays lost."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        engines: Sequence[WorkerHandle],
+        *,
+        settings: PoolSettings,
+        emit: Callable[..., None],
+        vital: frozenset[str] = frozenset(),
+        revive: Revive | None = None,
+        version: int = 0,
+    ) -> None:
+        self._cluster, self._settings, self._emit, self._revive = cluster, settings, emit, revive
+        self._vital = vital
+        ranks = [handle for handle in engines if handle.name in vital]
+        self._watchdog = Watchdog(ranks, emit=emit, hang_s=settings.hang_s)
+        self._desk = Desk(
+            self._find_engines,
+            self.abort,
+            surely=self._surely,
+            on_broken=self._lose,
+            progress_tokens=settings.progress_tokens,
+            emit=emit,
+        )
+        self._members = {handle.name: self._make_member(handle, "up") for handle in engines}  # the newest life of each
+        self._restarts: Counter[str] = Counter()
+        self._version = version
+        self._offered: Offer | None = None
+        self._published: Offer | None = None
+        self._broken: Exception | None = None
+        self._watches: set[asyncio.Task[None]] = set()
+        self._returns: set[asyncio.Task[None]] = set()
+        self._calls: set[asyncio.Future[Any]] = set()  # that engines have not answered
+
+    @property
+    def handles(self) -> list[WorkerHandle]:
+        """Of the engines that are there."""
+        return [member.handle for member in self._members.values() if member.state != "lost"]
+
+    def lose(self, handle: WorkerHandle, cause: str) -> None:
+        """Somebody else found an engine to be of no use any more."""
+        member = self._members.get(handle.name)
+        if member is not None and member.handle is handle:
+            self._lose(member, cause)
+
+    # RolloutEngine ---------------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> PoolStream:
+        """Enqueue at once. What is submitted in one turn of the event loop is routed together, in order."""
+        self._watch_all()
+        return self._desk.submit(request)
+
+    async def abort(self, request_id: str) -> None:
+        """Returns when the request has its answer."""
+        self._surely(self._desk.route)
+        live = self._desk.find(request_id)
+        if live is None:
+            return
+        member = live.member
+        self._desk.begin_end([live], "abort", "aborted by its owner")
+        if member is not None:
+            await self._gather({member: member.ask("engine.abort", request_id)})
+            await self._desk.until_gone([live], self._settings.call_deadline_s)
+
+    async def interrupt(self, *, deadline_s: float) -> Mapping[str, tuple[Partial, ...]]:
+        """What engines had that are lost meanwhile is told as far as it had come."""
+        self._surely(self._desk.route)
+        members, lives, end_s = self._present(), self._desk.all(), asyncio.get_running_loop().time() + deadline_s
+        self._desk.begin_end(lives, "interrupted", "")
+        wait_s = deadline_s + STOP_S
+        parts = await self._gather(
+            {member: member.ask("engine.interrupt", deadline_s, deadline_s=wait_s) for member in members}
+        )
+        await self._desk.until_gone(lives, max(0.0, end_s - asyncio.get_running_loop().time()) + STOP_S)
+        told = {request_id: partials for part in parts.values() for request_id, partials in part.items()}
+        cut = [live for live in lives if live.member is None and live.request_id not in told]
+        return told | {live.request_id: live.book.for_engine().partials for live in cut}
+
+    async def stats(self) -> EngineStats:
+        parts = await self._each("engine.stats")
+        total = add_stats(list(parts.values()), refused=self._desk.refused, version=self._version)
+        return replace(total, waiting=total.waiting + self._desk.num_waiting)
+
+    async def health(self) -> Health:
+        """Well as long as one engine is; the reason names those that are not."""
+        if self._broken is not None:
+            return Health(ok=False, reason=str(self._broken))
+        found = await self._each("engine.health")
+        reasons = {name: found[name].reason if name in found else "lost" for name in self._members}
+        why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason)
+        return Health(ok=any(health.ok for health in found.values()), reason=why)
+
+    async def drain(self, *, deadline_s: float) -> None:
+        await self._desk.drain(deadline_s)
+
+    # EngineLifecycle -------------------------------------------------------------------------------------------------
+
+    async def start(self, *, dummy: bool) -> None:
+        self._watch_all()
+        calls = {member: member.ask("engine.start", dummy) for member in self._present()}
+        await self._gather(calls, watched="start of the engines")
+
+    async def prepare(self, manifest: Manifest, source: Mapping[str, Any]) -> None:
+        """Every engine receives the version: from the trainer rank beside it, or a copy. One that is being brought to
+        the weights of before takes it after the commit."""
+        self._watch_all()
+        members = [member for member in self._present() if not member.catching_up]
+        offer = Offer(manifest=manifest, source=source)
+        copy = await self._copy(offer) if any(not offer.is_home(member) for member in members) else None
+        calls = {member: self._prepare(member, offer, copy) for member in members}
+        await self._gather(calls, watched=f"receipt of version {offer.version}")
+        self._offered = offer
+
+    async def commit(self, version: int, *, policy: CommitPolicy) -> None:
+        """Engines that came back after `prepare` follow by themselves, and take no work before."""
+        offer = self._offered if self._offered is not None and self._offered.version == version else None
+        up = [member for member in self._present() if member.state == "up"]
+        ready = up if offer is None else [member for member in self._present() if member.prepared == version]
+        calls = {member: member.ask("engine.commit", version, policy) for member in ready}
+        await self._gather(calls, watched=f"commit of version {version}")
+        self._version, self._published, self._offered = version, offer or self._published, None
+        for member in self._present():
+            if member in ready:
+                self._join(member, version)
+            elif offer is not None:
+                member.state = "fresh"
+                self._come_back(self._catch_up(member))
+        self._surely(self._desk.route)
+
+    async def rollback(self) -> None:
+        self._offered = None
+        members = [member for member in self._present() if not member.catching_up]
+        for member in members:
+            member.prepared = None
+        await self._gather({member: member.ask("engine.rollback", deadline_s=STOP_S) for member in members})
+
+    async def terminate(self) -> None:
+        """There is no version any more that an engine which comes back could catch up with."""
+        self._surely(self._desk.route)
+        members, lives = self._present(), self._desk.all()
+        self._offered = self._published = None
+        self._desk.begin_end(lives, "abort", "the engine was terminated")
+        await self._gather({member: member.ask("engine.terminate") for member in members})
+        await self._desk.until_gone(lives, self._settings.call_deadline_s)
+
+    async def close(self) -> None:
+        """Stop looking after the engines. Streams that are open end with an error."""
+        tasks = [*self._watches, *self._returns]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for member in self._members.values():
+            await member.close()
+        self._desk.break_off(RankError("the engine pool was closed", hint="nothing to do: the run is ending"))
+
+    # Losses and returns ----------------------------------------------------------------------------------------------
+
+    def _make_member(self, handle: WorkerHandle, state: Literal["up", "fresh"]) -> Member:
+        return Member(
+            handle,
+            vital=handle.name in self._vital,
+            state=state,
+            deadline_s=self._settings.call_deadline_s + (WATCH_S if handle.name in self._vital else 0.0),
+            hang_s=self._settings.hang_s,
+            on_news=lambda member, news: self._surely(self._desk.take_news, member, news),
+            on_lost=self._lose,
+        )
+
+    def _find_engines(self) -> Sequence[Member] | BaseException | None:
+        """Who takes work; or the error that ends every request; or None while an engine is on its way back."""
+        if self._broken is not None:
+            return self._broken
+        up = [member for member in self._members.values() if member.state == "up"]
+        if up or self._returns:
+            return up or None
+        if any(member.state == "fresh" for member in self._members.values()):
+            return ()
+        return RankError("every engine is lost", hint="events.jsonl says why each was; look for engine.lost")
+
+    def _watch_all(self) -> None:
+        for member in self._members.values():
+            if not member.watched and member.state != "lost":
+                member.watched = True
+                self._keep(self._watches, self._watch(member))
+
+    async def _watch(self, member: Member) -> None:
+        """Waits for: the worker's end, which may never come; ended by `close`."""
+        self._lose(member, await self._cluster.watch(member.handle))
+
+    def _lose(self, member: Member, cause: str) -> None:
+        """Take an engine's requests from it. Once for each life, whoever noticed its end first."""
+        if member.state != "lost":
+            member.lose()
+            self._surely(self._take_loss, member, cause)
+
+    def _take_loss(self, member: Member, cause: str) -> None:
+        again, place = self._desk.take_back(member), member.handle.place
+        self._emit("engine.lost", engine=member.name, place=place, cause=cause, requests=len(again))
+        if member.vital:
+            self._break_off(
+                RankError(
+                    f"worker {member.name} ({place}), with a trainer rank and an engine, is lost: {cause}",
+                    hint="cluster.max_restarts lets the run restart from its newest snapshot",
+                )
+            )
+            return
+        for live in again:
+            self._emit(
+                "retry.request_requeued",
+                request_id=live.request_id,
+                engine=member.name,
+                kept_tokens=live.book.num_tokens,
+            )
+        self._come_back(self._restart(member))
+        self._desk.route()
+
+    def _surely(self, work: Callable[..., None], *args: Any) -> None:
+        """Do it. Whatever breaks it, a full disk under the events above all, every reader and caller gets that."""
+        try:
+            work(*args)
+        except Exception as error:  # noqa: BLE001  it is raised to all of them
+            self._break_off(error)
+
+    def _break_off(self, error: Exception) -> None:
+        self._broken = self._broken or error
+        self._desk.break_off(self._broken)
+        for call in self._calls:
+            call.cancel()
+
+    def _come_back(self, work: Coroutine[Any, Any, None]) -> None:
+        self._keep(self._returns, work)
+
+    def _keep(self, tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> None:
+        """Hold a task until it ends; one that breaks is a fault of the pool."""
+        task = asyncio.create_task(work)
+        tasks.add(task)
+
+        def done(finished: asyncio.Task[None]) -> None:
+            tasks.discard(finished)
+            if finished.cancelled():
+                return
+            error = finished.exception()
+            if isinstance(error, Exception):
+                self._break_off(error)
+            self._surely(self._desk.route)
+
+        task.add_done_callback(done)
+
+    async def _restart(self, lost: Member) -> None:
+        """Start a lost engine's worker again, as often as is allowed, and bring it to the current weights."""
+        name = lost.name
+        await lost.close()
+        await self._cluster.stop(lost.handle)
+        while self._revive is not None and self._restarts[name] < self._settings.max_restarts:
+            self._restarts[name] += 1
+            number = self._restarts[name]
+            try:
+                member = await self._start_again(self._revive, name)
+            except (GyreError, WorkerFault) as error:
+                self._emit("engine.restart_failed", engine=name, number=number, error=str(error))
+                continue
+            self._members[name] = member
+            self._emit("engine.restarted", engine=name, number=number, place=member.handle.place)
+            self._watch_all()
+            await self._catch_up(member)
+            return
+        self._emit("engine.restarts_exhausted", engine=name, restarts=self._restarts[name])
+
+    async def _start_again(self, revive: Revive, name: str) -> Member:
+        """A new life, on dummy weights: it refuses work until a commit."""
+        member = self._make_member(await revive(name), "fresh")
+        try:
+            await member.ask("engine.start", True)
+        except BaseException:
+            await self._cluster.stop(member.handle)
+            raise
+        return member
+
+    async def _catch_up(self, member: Member) -> None:
+        """Give a fresh engine the version that the others answer with. One whose tensors are gone by now gets the next
+        version with the others."""
+        if member.catching_up:
+            return  # whoever is at it looks again at what the others have
+        member.catching_up = True
+        try:
+            while member.state == "fresh" and (offer := self._published) is not None:
+                reason = await self._try_offer(member, offer)
+                if member.state != "fresh" or offer is not self._published:
+                    continue
+                if reason:
+                    self._emit("engine.waits_for_weights", engine=member.name, version=offer.version, reason=reason)
+                    return
+                self._join(member, offer.version)
+        finally:
+            member.catching_up = False
+
+    def _join(self, member: Member, version: int) -> None:
+        """It has the current weights, and takes work from here on."""
+        was_away = member.state == "fresh"
+        member.state, member.prepared = "up", None
+        if was_away:
+            self._surely(lambda: self._emit("engine.rejoined", engine=member.name, version=version))
+
+    async def _try_offer(self, member: Member, offer: Offer) -> str:
+        """Why an engine could not take a version, or ""."""
+        try:
+            copy = None if offer.is_home(member) else await self._copy(offer)
+        except GyreError as error:  # its owner is past that version, or gone itself
+            return error.message
+        try:
+            await self._prepare(member, offer, copy)
+            await member.ask("engine.commit", offer.version, "drain")
+        except LOSSES as error:
+            self._lose(member, str(error))
+        except GyreError as error:
+            return error.message
+        return ""
+
+    # Fan-out ---------------------------------------------------------------------------------------------------------
+
+    def _present(self) -> list[Member]:
+        if self._broken is not None:
+            raise self._broken
+        return [member for member in self._members.values() if member.state != "lost"]
+
+    async def _copy(self, offer: Offer) -> Any:
+        """A version's tensors, to give to engines that no trainer rank is beside; fetched and sent once."""
+        source = offer.source
+        if isinstance(source, VersionTensors):
+            source = await asyncio.to_thread(source.fetch_all)
+        return self._cluster.share(source)
+
+    async def _prepare(self, member: Member, offer: Offer, copy: Any) -> None:
+        if offer.is_home(member):
+            await member.ask("engine.prepare_own", offer.version)
+        else:
+            fetched = isinstance(offer.source, VersionTensors)
+            manifest = replace(offer.manifest, shared=False) if fetched else offer.manifest
+            await member.ask("engine.prepare", manifest, copy)
+        if member.state != "lost":
+            member.prepared = offer.version
+
+    async def _each(self, method: str, *args: Any) -> dict[str, Any]:
+        """Ask every engine that is there."""
+        return await self._gather({member: member.ask(method, *args) for member in self._present()})
+
+    async def _gather(self, calls: Mapping[Member, Coroutine[Any, Any, Any]], *, watched: str = "") -> dict[str, Any]:
+        """Answers by name. The loss of an engine that the others can do without is no error. After any other error the
+        calls that are open may wait for the engine that failed: they have a moment, or none when the pool breaks.
+        `watched` says what ranks are at that the watchdog looks at meanwhile."""
+        answers: dict[str, Any] = {}
+        own: list[BaseException] = []  # no losses, as they came
+
+        async def one(member: Member, call: Coroutine[Any, Any, Any]) -> None:
+            try:
+                answers[member.name] = await call
+            except LOSSES as error:
+                self._lose(member, str(error))
+            except Exception as error:  # noqa: BLE001  the one that began it is raised
+                own.append(error)
+
+        tasks = {member: asyncio.create_task(one(member, call)) for member, call in calls.items()}
+        guard = asyncio.create_task(self._guard(watched, tasks))
+        self._calls |= set(tasks.values())
+        open_ = set(tasks.values())
+        try:
+            while open_ and self._broken is None:
+                done, open_ = await asyncio.wait(
+                    open_, timeout=GRACE_S if own else None, return_when=asyncio.FIRST_COMPLETED
+                )
+                if not done:
+                    break
+        finally:
+            self._calls -= set(tasks.values())
+            for task in (guard, *open_):
+                task.cancel()
+            await asyncio.gather(guard, *open_, return_exceptions=True)
+        if (error := find_first(own, self._broken)) is not None:
+            raise error
+        return answers
+
+    async def _guard(self, watched: str, tasks: Mapping[Member, asyncio.Task[None]]) -> None:
+        """Waits for: ranks that hang in a call; ended by whoever waits for the call."""
+        calls = {member.name: task for member, task in tasks.items() if member.vital}
+        if not watched or not calls:
+            return
+        patience = Patience(key=CALLS, seconds=self._settings.call_deadline_s)
+        try:
+            await self._watchdog.guard(watched, calls, patience)
+        except Exception as error:  # noqa: BLE001  a hang, or what kept it from being told: nobody watches any more
+            self._break_off(error)
+
+
+def find_first(own: Sequence[BaseException], broken: BaseException | None) -> BaseException | None:
+    """Of the engines' own errors, as they came, and that of the pool the one that began it. An engine that only saw a
+    rank fail did not. Pure."""
+    first = find_cause(dict(enumerate(own)))[1] if own else None
+    return broken if broken is not None and (first is None or isinstance(first, RankError)) else first

@@ -1,0 +1,94 @@
+"""Member: one life of an engine in a pool, from its start to its loss. In: requests to send, a handle. Out: calls in
+order, news until nothing is unanswered.
+
+States: `up` takes work; `fresh` is started and waits for the current weights; `lost` is gone for good. An engine that
+is started again is a new member, so whatever arrives late from an earlier life concerns that one alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, Literal
+
+from gyre.cluster.health.heartbeat import Pulse
+from gyre.cluster.worker.endpoints import POLL_S, News
+from gyre.cluster.worker.rpc import CALLS, HANGS, arrive, ask, read_stacks
+from gyre.core.contracts import WorkerHandle
+from gyre.core.records import Request
+
+
+class Member:
+    """`on_news` gets what the engine told, `on_lost` why it is of no use any more; neither raises."""
+
+    def __init__(
+        self,
+        handle: WorkerHandle,
+        *,
+        vital: bool,
+        state: Literal["up", "fresh"],
+        deadline_s: float,
+        hang_s: float,
+        on_news: Callable[[Member, News], None],
+        on_lost: Callable[[Member, str], None],
+    ) -> None:
+        self.name, self.handle, self.vital = handle.name, handle, vital
+        self.state: Literal["up", "fresh", "lost"] = state
+        self.unanswered: set[str] = set()
+        self.prepared: int | None = None  # the version that waits for its commit
+        self.catching_up = False  # somebody brings it to the current weights
+        self.watched = False
+        self._deadline_s, self._hang_s = deadline_s, hang_s
+        self._on_news, self._on_lost = on_news, on_lost
+        self._pump: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def send(self, requests: Sequence[Request]) -> None:
+        """Give requests to the engine, together and at once: what is asked later finds them there."""
+        self.unanswered |= {request.request_id for request in requests}
+        sent = self.handle.begin("engine.submit", tuple(requests))
+        task = asyncio.create_task(self._confirm(sent))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def ask(self, method: str, *args: Any, deadline_s: float | None = None) -> Any:
+        limits = {"deadline_s": deadline_s or self._deadline_s, "key": "" if deadline_s else CALLS}
+        return await ask(self.handle, method, *args, **limits, stacks=True)
+
+    def lose(self) -> None:
+        """From here on nothing is expected of it."""
+        self.state, self.prepared = "lost", None
+        self.unanswered.clear()
+
+    async def close(self) -> None:
+        tasks = [*self._tasks, *([self._pump] if self._pump is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _confirm(self, sent: Future[Any]) -> None:
+        try:
+            await arrive(sent, self.handle, "engine.submit", POLL_S + self._hang_s, key=HANGS)
+        except Exception as error:  # noqa: BLE001  whatever it was, nobody knows which requests it has
+            self._on_lost(self, str(error))
+            return
+        if self._pump is None or self._pump.done():
+            self._pump = asyncio.create_task(self._poll())
+
+    async def _poll(self) -> None:
+        """Waits for: the engine's news, each time by a deadline. Ends when every request is answered."""
+        pulse, limit_s = Pulse((self.name,), time.monotonic()), POLL_S + self._hang_s
+        while self.unanswered and self.state != "lost":
+            try:
+                news = await ask(self.handle, "engine.poll", deadline_s=limit_s, key=HANGS, stacks=True)
+            except Exception as error:  # noqa: BLE001  whatever it was, what it had to tell is not known any more
+                self._on_lost(self, str(error))
+                return
+            self._on_news(self, news)
+            pulse.observe({self.name: news.progress}, time.monotonic())
+            if self.unanswered and pulse.stalled(time.monotonic(), self._hang_s):
+                self._on_lost(
+                    self, f"no progress of the engine for {self._hang_s:g} s\n{await read_stacks(self.handle)}"
+                )

@@ -1,0 +1,77 @@
+"""Book: what has come of one request, so that it can be gone on with elsewhere. In: the request, chunks. Out: chunks
+for the caller, the request as another engine must get it. Pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gyre.core.chunks import as_partial, join_chunks
+from gyre.core.records import Partial, Request, TokenChunk
+
+
+class Book:
+    """One request's chunks so far, by completion. A caller that asked for one chunk at the end gets one chunk at the
+    end, although the engine reports every `progress_tokens`."""
+
+    def __init__(self, request: Request, *, progress_tokens: int) -> None:
+        self.request = request
+        self._whole = request.chunk_tokens == 0
+        self._progress_tokens = progress_tokens
+        self._begun = {partial.index: partial for partial in request.partials}
+        self._chunks: dict[int, list[TokenChunk]] = {}
+        self._ended: set[int] = set()
+        self._told_prompt: set[int] = set()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that came, the caller's own beginnings not counted."""
+        return sum(len(chunk.tokens) for chunks in self._chunks.values() for chunk in chunks)
+
+    @property
+    def open(self) -> list[int]:
+        """Completions that have not ended."""
+        return [index for index in range(self.request.sampling.n) if index not in self._ended]
+
+    @property
+    def outstanding_tokens(self) -> int:
+        """Tokens that are still to come at most; the prompt as long as none has come."""
+        longest = self.request.sampling.max_tokens
+        rest = sum(max(0, longest - self._num_chosen(index)) for index in self.open)
+        return rest + (0 if self._chunks else len(self.request.tokens))
+
+    def take(self, chunk: TokenChunk) -> list[TokenChunk]:
+        """Note a chunk; return what the caller gets of it. One for a completion that has ended, as an engine that went
+        on with a request sends it, is nothing new."""
+        index = chunk.index
+        if index in self._ended:
+            return []
+        if chunk.prompt_logprobs is not None:
+            if index in self._told_prompt:
+                chunk = replace(chunk, prompt_logprobs=None)
+            self._told_prompt.add(index)
+        chunks = self._chunks.setdefault(index, [])
+        chunks.append(chunk)
+        if chunk.finish is not None:
+            self._ended.add(index)
+            return [join_chunks(chunks)] if self._whole else [chunk]
+        return [] if self._whole else [chunk]
+
+    def for_engine(self, *, waited_s: float = 0.0) -> Request:
+        """The request as an engine gets it now: what has come so far is where its completions begin. `waited_s` is what
+        has passed of its deadline."""
+        deadline_s = self.request.deadline_s
+        return replace(
+            self.request,
+            chunk_tokens=self._progress_tokens if self._whole else self.request.chunk_tokens,
+            partials=tuple(self._partial(i) for i in range(self.request.sampling.n) if self._num_chosen(i)),
+            deadline_s=None if deadline_s is None else max(0.0, deadline_s - waited_s),
+        )
+
+    def _num_chosen(self, index: int) -> int:
+        begun = self._begun.get(index)
+        return (0 if begun is None else len(begun.tokens)) + sum(len(c.tokens) for c in self._chunks.get(index, ()))
+
+    def _partial(self, index: int) -> Partial:
+        begun = [self._begun[index]] if index in self._begun else []
+        return as_partial(index, [*begun, *self._chunks.get(index, ())])

@@ -1,0 +1,232 @@
+"""Desk: the pool's requests, from submit to their last chunk. In: Requests, engines' news. Out: streams; requests sent
+to the engine with the least outstanding tokens, again from what has come when it is lost.
+
+A request that somebody has asked to end is never sent again: when its engine is lost before it said so, it ends here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from gyre.cluster.engine_pool.pool_stream import PoolStream
+from gyre.cluster.engine_pool.replica import Member
+from gyre.cluster.engine_pool.request_log import Book
+from gyre.cluster.engine_pool.routing import assign, cost_tokens
+from gyre.cluster.worker.endpoints import News
+from gyre.core.errors import DeadlineError
+from gyre.core.records import Finish, Request, TokenChunk
+from gyre.observability.refusals import Refusals
+
+MOST_COMPLETIONS = 4096  # of one request
+NO_ENGINE = "no engine takes work: none is started and has weights"
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Live:
+    """A request that is not answered wholly."""
+
+    book: Book
+    stream: PoolStream
+    submitted_s: float
+    member: Member | None = None  # None while it waits for an engine
+    ending: tuple[Finish, str] | None = None  # how and why it was asked to end
+    timer: asyncio.TimerHandle | None = None  # at its deadline
+    gone: asyncio.Event = field(default_factory=asyncio.Event)  # answered wholly
+
+    @property
+    def request_id(self) -> str:
+        return self.book.request.request_id
+
+
+class Desk:
+    """`find_engines()` gives those that take work, or why requests wait or end."""
+
+    def __init__(
+        self,
+        find_engines: Callable[[], Sequence[Member] | BaseException | None],
+        abort: Callable[[str], Awaitable[None]],
+        *,
+        surely: Callable[..., None],
+        on_broken: Callable[[Member, str], None],
+        progress_tokens: int,
+        emit: Callable[..., None],
+    ) -> None:
+        """`find_engines`: an empty sequence refuses, an error is raised to the readers, None lets requests wait.
+        `surely(work, *args)` runs what the event loop calls; `on_broken` hears of an engine that ends requests which
+        nobody asked to end."""
+        self._find_engines, self._abort, self._emit = find_engines, abort, emit
+        self._surely, self._on_broken = surely, on_broken
+        self._progress_tokens = progress_tokens
+        self._live: dict[str, Live] = {}
+        self._incoming: list[Live] = []
+        self._refusals = Refusals(lambda kind, **fields: surely(lambda: emit(kind, **fields)))
+
+    @property
+    def refused(self) -> int:
+        """Requests that were refused here."""
+        return self._refusals.total
+
+    @property
+    def num_waiting(self) -> int:
+        """Completions that no engine has."""
+        return sum(len(live.book.open) for live in self._incoming)
+
+    def find(self, request_id: str) -> Live | None:
+        return self._live.get(request_id)
+
+    def submit(self, request: Request) -> PoolStream:
+        """Enqueue at once. What is submitted in one turn of the event loop is routed together, in order."""
+        stream = PoolStream(request.request_id, self._abort)
+        if reason := self._why_refuse(request):
+            self._refusals.note(request.request_id, reason)
+            stream.push(TokenChunk.end(request.request_id, 0, "refused", reason))
+            stream.end()
+            return stream
+        loop = asyncio.get_running_loop()
+        book = Book(request, progress_tokens=self._progress_tokens)
+        live = Live(book=book, stream=stream, submitted_s=loop.time())
+        self._live[request.request_id] = live
+        if request.deadline_s is not None:
+            live.timer = loop.call_later(request.deadline_s, self._surely, self._expire, live)
+        if not self._incoming:
+            loop.call_soon(self._surely, self.route)
+        self._incoming.append(live)
+        return stream
+
+    def route(self) -> None:
+        """Send what is waiting, each request to the engine with the least outstanding tokens."""
+        engines = self._find_engines() if self._incoming else None
+        if engines is None:
+            return
+        waiting, self._incoming = self._incoming, []
+        if isinstance(engines, BaseException) or not engines:
+            for live in waiting:
+                self.end(live, "refused", NO_ENGINE, error=engines if isinstance(engines, BaseException) else None)
+            return
+        up = {member.name: member for member in engines}
+        now_s = asyncio.get_running_loop().time()
+        requests = [live.book.for_engine(waited_s=now_s - live.submitted_s) for live in waiting]
+        chosen = assign([cost_tokens(request) for request in requests], self._outstanding(up))
+        sends: dict[str, list[Request]] = {}
+        for live, request, name in zip(waiting, requests, chosen, strict=True):
+            live.member = up[name]
+            sends.setdefault(name, []).append(request)
+        for name, batch in sends.items():
+            up[name].send(batch)
+
+    def take_news(self, member: Member, news: News) -> None:
+        """Pass on what an engine told. One that is lost is not believed any more."""
+        if member.state == "lost":
+            return
+        for chunk in news.chunks:
+            live = self._live.get(chunk.request_id)
+            if live is None or live.member is not member:
+                continue
+            if chunk.finish == "abort" and live.ending is None:
+                self._on_broken(member, chunk.reason)
+                return
+            for told in live.book.take(chunk):
+                live.stream.push(told)
+        for request_id in news.ended:
+            member.unanswered.discard(request_id)
+            live = self._live.get(request_id)
+            if live is not None and live.member is member:
+                self._forget(live)
+                live.stream.end()
+
+    def take_back(self, member: Member) -> list[Live]:
+        """Requests of an engine that is lost. Those that are not answered wholly and not asked to end are routed again
+        from what has come of them; they are returned."""
+        again = []
+        for live in [live for live in self._live.values() if live.member is member]:
+            live.member = None
+            if live.ending is not None or not live.book.open:
+                self.end(live, *(live.ending or ("abort", "")))
+                continue
+            again.append(live)
+            self._incoming.append(live)
+        return again
+
+    def begin_end(self, lives: Sequence[Live], finish: Finish, reason: str) -> None:
+        """Requests are to end: those that no engine has do so now, the others when their engine says so or is lost."""
+        for live in lives:
+            if live.ending is None:
+                live.ending = (finish, reason)
+            if live.member is None:
+                self.end(live, *live.ending)
+
+    def all(self) -> list[Live]:
+        return list(self._live.values())
+
+    def end(self, live: Live, finish: Finish, reason: str, *, error: BaseException | None = None) -> None:
+        """Answer a request that no engine has."""
+        if finish == "refused" and error is None:
+            self._refusals.note(live.request_id, reason)
+        if error is None:
+            for index in live.book.open:
+                for told in live.book.take(TokenChunk.end(live.request_id, index, finish, reason)):
+                    live.stream.push(told)
+        self._forget(live)
+        live.stream.end(error)
+
+    def break_off(self, error: BaseException) -> None:
+        """Every reader gets the error."""
+        for live in self.all():
+            self._forget(live)
+            live.stream.end(error)
+
+    async def until_gone(self, lives: Sequence[Live], deadline_s: float) -> None:
+        """Waits for: the last answer to these, by the deadline."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                for live in lives:
+                    await live.gone.wait()
+        except TimeoutError:
+            late = sum(not live.gone.is_set() for live in lives)
+            raise DeadlineError(
+                f"waited {deadline_s:g} s for {late} requests in flight",
+                hint="raise the deadline, or interrupt or abort",
+            ) from None
+
+    async def drain(self, deadline_s: float) -> None:
+        """Waits for: the last answer to any, by the deadline."""
+        end_s = asyncio.get_running_loop().time() + deadline_s
+        while self._live:
+            await self.until_gone(self.all(), end_s - asyncio.get_running_loop().time())
+
+    def _expire(self, live: Live) -> None:
+        """A request's deadline has come; an engine that has it knows by itself."""
+        live.timer = None
+        if live.member is None:
+            self._emit("engine.deadline", request_id=live.request_id)
+            self.end(live, "deadline", f"past its deadline of {live.book.request.deadline_s:g} s: no engine took it")
+
+    def _outstanding(self, up: Mapping[str, Member]) -> dict[str, int]:
+        outstanding = dict.fromkeys(up, 0)
+        for live in self._live.values():
+            if live.member is not None and up.get(live.member.name) is live.member:
+                outstanding[live.member.name] += live.book.outstanding_tokens
+        return outstanding
+
+    def _forget(self, live: Live) -> None:
+        self._live.pop(live.request_id, None)
+        if live in self._incoming:
+            self._incoming.remove(live)
+        if live.timer is not None:
+            live.timer.cancel()
+        live.gone.set()
+
+    def _why_refuse(self, request: Request) -> str:
+        """What the books cannot hold; the engines refuse the rest."""
+        n = request.sampling.n
+        if request.request_id in self._live:
+            return f"request id '{request.request_id}' is in flight already"
+        if not isinstance(n, int) or not 1 <= n <= MOST_COMPLETIONS:
+            return f"sampling.n = {n!r}: need a whole number from 1 to {MOST_COMPLETIONS}"
+        deadline_s = request.deadline_s
+        if deadline_s is not None and not (isinstance(deadline_s, int | float) and math.isfinite(deadline_s)):
+            return f"deadline_s = {deadline_s!r}: need None or a finite number"
+        return ""

@@ -1,0 +1,205 @@
+"""Seats: a trainer rank and an engine as a worker's object offers them to calls from outside. In: calls by plain values
+and records. Out: records. They live in the worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from gyre.core.contracts import CommitPolicy
+from gyre.core.errors import InputError
+from gyre.core.records import (
+    Component,
+    EngineStats,
+    Evaluation,
+    Health,
+    Manifest,
+    Partial,
+    Request,
+    StepReport,
+    Tier,
+    TokenChunk,
+    TrainBatch,
+    Usage,
+    Which,
+)
+
+Result = TypeVar("Result")
+POLL_S = 0.5  # longest time that a poll waits for something to tell
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class News:
+    """What an engine has done since the last poll."""
+
+    chunks: tuple[TokenChunk, ...]
+    ended: tuple[str, ...]  # requests of which nothing follows
+    progress: int  # grows while the engine works
+
+
+class TrainerSeat:
+    """One rank of the trainer. Every rank gets every call; the first one's answers stand for all."""
+
+    def __init__(self, trainer: Any, *, rank: int, compute: Executor) -> None:
+        """`trainer` is a PolicyTrainer and a MemoryTenant."""
+        self.trainer, self._rank, self._compute = trainer, rank, compute
+
+    async def step(self, batch: TrainBatch) -> StepReport:
+        return await self.trainer.step(batch)
+
+    async def evaluate(self, batch: TrainBatch, which: Which) -> Evaluation | None:
+        found = await self.trainer.evaluate(batch, which)
+        return found if self._rank == 0 else None
+
+    async def register(self) -> Manifest:
+        manifest, _ = await self._on_compute(self.trainer.register)
+        return manifest
+
+    async def tensors(self, version: int, names: Sequence[str]) -> list[Any]:
+        """Copies on the host of some of a version's tensors. InputError when the trainer is past that version."""
+
+        def copy() -> list[Any]:
+            manifest, tensors = self.trainer.register()
+            if manifest.version != version:
+                raise InputError(
+                    f"version {version} was asked for, the trainer is at {manifest.version}",
+                    hint="tensors of a version are there until the next step: register again",
+                )
+            assert isinstance(tensors, dict), "one rank alone cannot give tensors that lie in shards"
+            return [tensors[name].detach().cpu().clone() for name in names]
+
+        return await self._on_compute(copy)
+
+    async def snapshot(self) -> Mapping[str, Any]:
+        return await self._on_compute(self.trainer.snapshot)
+
+    async def restore(self, state: Mapping[str, Any]) -> None:
+        await self._on_compute(lambda: self.trainer.restore(state))
+
+    async def close(self) -> None:
+        await self.trainer.close()
+
+    async def components(self) -> tuple[Component, ...]:
+        return await self._on_compute(lambda: tuple(self.trainer.components()))
+
+    async def move(self, names: Sequence[str], tier: Tier) -> None:
+        await self._on_compute(lambda: self.trainer.move(names, tier))
+
+    async def measure(self) -> Mapping[str, Usage]:
+        return await self._on_compute(lambda: dict(self.trainer.measure()))
+
+    async def _on_compute(self, work: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._compute, work)
+
+
+class EngineSeat:
+    """One engine. What it streams is kept until somebody polls."""
+
+    def __init__(
+        self, engine: Any, *, trainer: TrainerSeat | None = None, ticks: Callable[[], int] = lambda: 0
+    ) -> None:
+        """`engine` is a RolloutEngine and an EngineLifecycle; `trainer` the rank in this process, if there is one.
+        `ticks` grows within a step, so that a first one which compiles its kernels is seen to go on."""
+        self.engine, self._trainer, self._ticks = engine, trainer, ticks
+        self._chunks: list[TokenChunk] = []
+        self._ended: list[str] = []
+        self._told: asyncio.Event | None = None
+        self._readers: set[asyncio.Task[None]] = set()
+
+    async def submit(self, requests: Sequence[Request]) -> None:
+        """Take requests in together, in order."""
+        streams = [self.engine.submit(request) for request in requests]  # no await between
+        for request, stream in zip(requests, streams, strict=True):
+            reader = asyncio.create_task(self._read(request, stream))
+            self._readers.add(reader)
+            reader.add_done_callback(self._readers.discard)
+
+    async def poll(self) -> News:
+        """What came since the last poll; waits a moment for something. One poller at a time."""
+        self._told = asyncio.Event()
+        if not self._chunks and not self._ended:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._told.wait(), POLL_S)
+        chunks, self._chunks = tuple(self._chunks), []
+        ended, self._ended = tuple(self._ended), []
+        steps = (await self.engine.stats()).steps
+        return News(chunks=chunks, ended=ended, progress=steps + self._ticks())
+
+    async def abort(self, request_id: str) -> None:
+        await self.engine.abort(request_id)
+
+    async def interrupt(self, deadline_s: float) -> Mapping[str, tuple[Partial, ...]]:
+        return await self.engine.interrupt(deadline_s=deadline_s)
+
+    async def stats(self) -> EngineStats:
+        return await self.engine.stats()
+
+    async def health(self) -> Health:
+        return await self.engine.health()
+
+    async def start(self, dummy: bool) -> None:
+        await self.engine.start(dummy=dummy)
+
+    async def prepare(self, manifest: Manifest, tensors: Mapping[str, Any]) -> None:
+        await self.engine.prepare(manifest, tensors)
+
+    async def prepare_own(self, version: int) -> None:
+        """Take the version from the trainer rank in this process: from its storage into the engine's."""
+        assert self._trainer is not None, "this worker has no trainer rank"
+        rank, loop = self._trainer, asyncio.get_running_loop()
+        manifest, tensors = await loop.run_in_executor(rank._compute, rank.trainer.register)
+        assert manifest.version == version, f"this rank is at version {manifest.version}, the first one at {version}"
+        await self.engine.prepare(manifest, tensors)
+
+    async def commit(self, version: int, policy: CommitPolicy) -> None:
+        await self.engine.commit(version, policy=policy)
+
+    async def rollback(self) -> None:
+        await self.engine.rollback()
+
+    async def terminate(self) -> None:
+        await self.engine.terminate()
+
+    async def _read(self, request: Request, stream: Any) -> None:
+        open_ = set(range(request.sampling.n)) if isinstance(request.sampling.n, int) else set()
+        try:
+            async for chunk in stream:
+                if chunk.finish is not None:
+                    open_.discard(chunk.index)
+                self._chunks.append(chunk)
+                self._tell()
+        except Exception as error:  # noqa: BLE001  whatever broke, every completion gets its answer
+            why = f"its stream broke: {type(error).__name__}: {error}"
+            self._chunks += [TokenChunk.end(request.request_id, index, "abort", why) for index in sorted(open_)]
+        self._ended.append(request.request_id)
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._told is not None:
+            self._told.set()
+
+
+def add_usage(parts: Sequence[Mapping[str, Usage]]) -> dict[str, Usage]:
+    """Bytes of the same components over several workers."""
+    return {
+        name: Usage(
+            device_bytes=sum(part[name].device_bytes for part in parts),
+            host_bytes=sum(part[name].host_bytes for part in parts),
+            disk_bytes=sum(part[name].disk_bytes for part in parts),
+        )
+        for name in dict.fromkeys(name for part in parts for name in part)
+    }
+
+
+def add_stats(parts: Sequence[EngineStats], *, refused: int, version: int) -> EngineStats:
+    """Counters and gauges of several engines together."""
+    names = [name for name in EngineStats.__dataclass_fields__ if name not in ("refused", "version")]
+    sums = {name: int(np.sum([getattr(part, name) for part in parts])) for name in names}
+    return EngineStats(**sums, refused=refused + sum(part.refused for part in parts), version=version)

@@ -1,0 +1,281 @@
+"""Group: ranks that compute as one. In: flat tensors. Out: sums, slices and joins of them over the ranks, or a
+RankError that names collective, group and rank.
+
+A group of one, `alone()`, does nothing and needs no torch.distributed. Every collective has the deadline that the group
+was joined with; what a rank that fails does to the others is `distributed.failure_detector`. Gloo cannot be aborted, so on a CPU
+whoever waits looks at the fault board meanwhile.
+"""
+
+# B bytes, N numbers of a flat tensor, S ranks of the group
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gyre.core.errors import RankError
+from gyre.distributed.comm_stats import Kind, Traffic
+from gyre.distributed.failure_detector import FaultBoard
+from gyre.distributed.kv_store import Notes, OwnNotes
+
+OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+FRAME_BYTES, HEAD_BYTES = 2048, 4  # of `share`: what fits into a frame is shared by one collective; text's length first
+SLICE = timedelta(seconds=0.1)  # between two looks at the fault board
+LOOK_S = 0.05  # between two looks for what ranks leave each other outside collectives
+PATIENCE = 0.8  # the rest is for ranks that came to the wait earlier
+Found = TypeVar("Found")
+LOST = ("gloo", "NCCL", "nccl", "ProcessGroup", "onnection", "imed out", "imeout", "abort")
+
+
+class Group:
+    """`rank` of `size`. Every rank calls the same methods in the same order, with tensors of the same size."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        rank: int,
+        size: int,
+        device: torch.device,
+        process_group: dist.ProcessGroup | None = None,
+        board: FaultBoard | None = None,
+        notes: Notes | None = None,
+        traffic: Traffic | None = None,
+        timeout_s: float = math.inf,
+    ) -> None:
+        """`timeout_s`: longest that a rank waits for the others in one collective."""
+        self.name, self.rank, self.size, self.device, self.timeout_s = name, rank, size, device, timeout_s
+        self.notes: Notes = notes or OwnNotes()
+        self._group, self._board = process_group, board
+        self.traffic = traffic or Traffic()  # of all groups of this rank
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        assert self._group is not None, "one process alone has no process group"
+        return self._group
+
+    def part(self, name: str, process_group: dist.ProcessGroup) -> Group:
+        """Some of these ranks as a group of their own, under the same fault board and with the same notes."""
+        return Group(
+            name=name,
+            rank=process_group.rank(),
+            size=process_group.size(),
+            device=self.device,
+            process_group=process_group,
+            board=self._board,
+            notes=self.notes,
+            traffic=self.traffic,
+            timeout_s=self.timeout_s,
+        )
+
+    @property
+    def patience_s(self) -> float:
+        """Longest that one rank may wait by itself while others are in a collective, if its own error is to come before
+        theirs."""
+        return PATIENCE * self.timeout_s
+
+    def all_reduce(self, x_N: Tensor, op: Literal["sum", "max"] = "sum") -> None:
+        """Sum (or largest) over the ranks, in place."""
+        if self.size > 1:
+            self._run("all_reduce", x_N, lambda: dist.all_reduce(x_N, OPS[op], group=self._group, async_op=True))
+
+    def reduce_scatter(self, x_SN: Tensor) -> Tensor:
+        """Make this rank's slice of `x_SN` the sum of all ranks' slices there, and return it; the rest is scratch."""
+        step = len(x_SN) // self.size
+        own_N = x_SN[self.rank * step : (self.rank + 1) * step]
+
+        def start() -> dist.Work | None:
+            if x_SN.device.type == "cpu":  # what gloo's own does, too, but a wait for that cannot be cut in slices
+                return dist.all_reduce(x_SN, group=self._group, async_op=True)
+            return dist.reduce_scatter_tensor(own_N, x_SN, group=self._group, async_op=True)
+
+        if self.size > 1:
+            self._run("reduce_scatter", x_SN, start)
+        return own_N
+
+    def exchange(self, x_SN: Tensor) -> Tensor:
+        """A slice to each rank; returns what all ranks sent to this one, in their order."""
+        if self.size == 1:
+            return x_SN
+        out_SN = torch.empty_like(x_SN)
+        start = functools.partial(dist.all_to_all_single, out_SN, x_SN, group=self._group, async_op=True)
+        self._run("reduce_scatter", x_SN, start)  # whose half it is: gradients of layers (trainer.parallelize.fsdp)
+        return out_SN
+
+    def all_gather(self, x_SN: Tensor, own_N: Tensor) -> None:
+        """Every rank's numbers, one after the other; `own_N` may be this rank's slice of `x_SN`."""
+        self.begin_all_gather(x_SN, own_N)()
+
+    def begin_all_gather(self, x_SN: Tensor, own_N: Tensor) -> Callable[[], None]:
+        """An `all_gather` that runs beside what this rank does next. Whoever reads `x_SN` or writes `own_N` first calls
+        what this returns, once; every rank calls it."""
+        if self.size == 1:
+            x_SN.copy_(own_N)
+            return lambda: None
+        return self._begin(
+            "all_gather", x_SN, lambda: dist.all_gather_into_tensor(x_SN, own_N, group=self._group, async_op=True)
+        )
+
+    def broadcast(self, x_N: Tensor, source: int) -> None:
+        """Rank `source`'s numbers to all, in place."""
+        if self.size > 1:
+            self._run("broadcast", x_N, lambda: dist.broadcast(x_N, group=self._group, group_src=source, async_op=True))
+
+    def barrier(self) -> None:
+        """Return when every rank is here."""
+        if self.size > 1:
+            self.all_reduce(here := torch.zeros(1, device=self.device))
+            here.cpu()  # on a GPU the collective itself is only queued
+
+    def warm_up(self, *, largest: int = 4 << 20) -> None:
+        """Run each collective once, small and large. NCCL takes its buffers, some hundred megabytes, at the first one
+        of a kind; whoever measures the device's memory wants them there before. All ranks call it."""
+        for size in (1, largest):  # numbers per rank
+            x_SN = torch.zeros(size * self.size, dtype=torch.float32, device=self.device)
+            own_N = x_SN[self.rank * size : (self.rank + 1) * size]
+            self.all_reduce(x_SN)
+            self.all_gather(x_SN, own_N)
+            self.reduce_scatter(x_SN)
+            self.exchange(x_SN)
+        self.barrier()
+
+    def share(self, value: Any) -> list[Any]:
+        """Every rank's JSON-able value, by rank. For small things."""
+        if self.size == 1:
+            return [value]
+        text = json.dumps(value).encode()
+        head = len(text).to_bytes(HEAD_BYTES, "big")
+        frames = self._gather_bytes(head + text[: FRAME_BYTES - HEAD_BYTES], FRAME_BYTES)
+        lengths = [int.from_bytes(frame[:HEAD_BYTES], "big") for frame in frames]
+        texts = [frame[HEAD_BYTES:] for frame in frames]
+        if max(lengths) > FRAME_BYTES - HEAD_BYTES:
+            texts = self._gather_bytes(text, max(lengths))
+        return [json.loads(found[:length]) for found, length in zip(texts, lengths, strict=True)]
+
+    def _gather_bytes(self, own: bytes, size: int) -> list[bytes]:
+        """Every rank's bytes, padded to `size`."""
+        own_B = torch.frombuffer(bytearray(own.ljust(size, b"\0")), dtype=torch.uint8).to(self.device)
+        joined_B = torch.empty(size * self.size, dtype=torch.uint8, device=self.device)
+        self.all_gather(joined_B, own_B)
+        return [bytes(row_B.numpy()) for row_B in joined_B.cpu().view(self.size, size)]
+
+    @contextlib.contextmanager
+    def guard(self, what: str) -> Iterator[None]:
+        """Around an operation of all ranks: one that fails ends it on all, with an error that names the rank."""
+        if self._board is None:
+            yield
+            return
+        self._board.enter()
+        try:
+            self.check(what)
+            yield
+            self.check(what)
+        except BaseException as error:
+            raise self._verdict(what, error) from error
+        finally:
+            self._board.leave()
+
+    @property
+    def is_broken(self) -> bool:
+        return self._board is not None and bool(self._board.broken)
+
+    def close(self) -> None:
+        """End what watches over the group."""
+        if self._board is not None:
+            self._board.close()
+
+    def check(self, what: str) -> None:
+        """Raise if a rank was lost. Results that came after that are worth nothing."""
+        if self._board is not None and self._board.broken:
+            raise _Lost(f"{what}: {self._board.broken}")
+
+    def look_for(
+        self, what: str, look: Callable[[], Found | None], within_s: float, progress: Callable[[], None] = lambda: None
+    ) -> Found | None:
+        """What `look` finds, asked again and again outside of collectives; None if there is nothing `within_s`. Ends
+        early when the group breaks. Any thread may wait so."""
+        until = time.monotonic() + within_s
+        while (found := look()) is None and time.monotonic() <= until:
+            self.check(what)
+            progress()
+            time.sleep(LOOK_S)
+        return found
+
+    def _finish(self, work: dist.Work | None) -> None:
+        """Wait for a collective: a GPU's stream does; on a CPU this thread, until the group breaks."""
+        if work is None:
+            return
+        if self.device.type != "cpu":
+            work.wait()
+            return
+        while not work.is_completed():
+            self.check("collective")
+            with contextlib.suppress(RuntimeError):  # over, or what broke it, which the next wait raises
+                work.wait(SLICE)
+        work.wait()
+
+    def _run(self, what: Kind, whole: Tensor, start: Callable[[], dist.Work | None]) -> None:
+        """`whole`: the tensor that all ranks make together."""
+        self._begin(what, whole, start)()
+
+    def _begin(self, what: Kind, whole: Tensor, start: Callable[[], dist.Work | None]) -> Callable[[], None]:
+        """Start it; what is returned waits for it: on a GPU the compute stream does."""
+        self.check(what)
+        self.traffic.count(what, whole.numel() * whole.element_size(), self.size)
+        with self._named(what):
+            work = start()
+
+        def wait() -> None:
+            with self._named(what), self.traffic.waiting(whole.device):
+                self._finish(work)
+
+        return wait
+
+    @contextlib.contextmanager
+    def _named(self, what: Kind) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise _Lost(f"{what} in group '{self.name}' ({self.size} ranks): {str(error).splitlines()[0]}") from error
+
+    def _verdict(self, what: str, error: BaseException) -> BaseException:
+        """The error to raise here: this rank's own, or one that names the rank which broke the operation."""
+        assert self._board is not None
+        own = not _is_lost(error)
+        text = f"{type(error).__name__}: {error}" if own else str(error)
+        with contextlib.suppress(RuntimeError):  # the store may be what was lost
+            self._board.report(text[:2000], own=own)
+        if own:
+            return error
+        culprit = self._board.blame()
+        self._board.break_off(culprit)
+        return RankError(
+            f"{what} ended on rank {self.rank}: {culprit}",
+            hint=f"start the ranks again from the last snapshot; this rank saw: {text[:300]}",
+        )
+
+
+class _Lost(RuntimeError):
+    """A collective that did not come to its end."""
+
+
+def _is_lost(error: BaseException) -> bool:
+    """Whether a collective failed, ours or one inside torch, and so the cause lies elsewhere."""
+    if isinstance(error, _Lost | dist.DistError):
+        return True
+    return type(error) is RuntimeError and any(word in str(error) for word in LOST)
+
+
+def alone(device: torch.device | None = None) -> Group:
+    """The group of a process that works by itself."""
+    return Group(name="alone", rank=0, size=1, device=device or torch.device("cpu"))

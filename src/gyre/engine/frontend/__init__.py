@@ -1,0 +1,1 @@
+"""The event loop's half of the engine: admission, request streams."""

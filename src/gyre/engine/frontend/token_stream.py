@@ -1,0 +1,67 @@
+"""Streams: what `submit` hands back. In: chunks, pushed on the event loop's thread. Out: an async iterator of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import fields
+
+from gyre.core.chunks import join_chunks
+from gyre.core.records import Completion, TokenChunk
+
+
+class TokenStream(AsyncIterator[TokenChunk]):
+    """Chunks of one request, in order; ends after each of its completions has carried `finish`. One reader."""
+
+    def __init__(self, request_id: str, num_completions: int, abort: Callable[[str], Awaitable[None]]) -> None:
+        self.request_id = request_id
+        self._abort = abort
+        self._unfinished = set(range(num_completions))
+        self._chunks: deque[TokenChunk] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def unfinished(self) -> list[int]:
+        """Indices of completions that have no answer yet."""
+        return sorted(self._unfinished)
+
+    def push(self, chunk: TokenChunk) -> None:
+        assert chunk.index in self._unfinished, f"{chunk.request_id}[{chunk.index}] was answered before"
+        self._chunks.append(chunk)
+        if chunk.finish is not None:
+            self._unfinished.remove(chunk.index)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def __aiter__(self) -> TokenStream:
+        return self
+
+    async def __anext__(self) -> TokenChunk:
+        while not self._chunks:
+            if not self._unfinished:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self._chunks.popleft()
+
+    async def aclose(self) -> None:
+        """The reader goes away: the request is aborted unless it is answered already."""
+        if self._unfinished:
+            await self._abort(self.request_id)
+        self._chunks.clear()
+
+
+async def collect(stream: AsyncIterator[TokenChunk]) -> tuple[Completion, ...]:
+    """Read a stream to its end and join each completion's chunks, by index."""
+    chunks: dict[int, list[TokenChunk]] = {}
+    async for chunk in stream:
+        chunks.setdefault(chunk.index, []).append(chunk)
+    return tuple(complete(chunks[index]) for index in sorted(chunks))
+
+
+def complete(chunks: Sequence[TokenChunk]) -> Completion:
+    """All chunks of one completion; the last one carries `finish`."""
+    whole = join_chunks(chunks)
+    assert whole.finish is not None, whole
+    return Completion(**{field.name: getattr(whole, field.name) for field in fields(Completion)})

@@ -1,0 +1,1 @@
+"""The KV pool, its pages, and the prefixes that requests share."""

@@ -1,0 +1,102 @@
+"""Which runner serves a model on a device, and why. In: decoder, KV pool, config. Out: a StepRunner. Callers: native;
+wire, which asks whether the trainer can run the same kernels."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+
+import torch
+
+from gyre.core.errors import InputError
+from gyre.engine.config import EngineConfig
+from gyre.engine.kv_cache.pool import KvPool
+from gyre.engine.runners.cpu_runner import CpuRunner
+from gyre.engine.runners.cpu_step import why_not_c
+from gyre.engine.runners.torch_runner import Runner
+from gyre.engine.scheduler.step import StepRunner
+from gyre.kernels.dispatch import why_too_old
+from gyre.models.decoder import Decoder
+from gyre.models.spec import ModelSpec
+
+FUSED_DTYPES = (torch.bfloat16, torch.float16)
+FUSED_HEAD_DIMS = (16, 32, 64, 128)
+
+
+def choose_runner(
+    decoder: Decoder,
+    pool: KvPool,
+    config: EngineConfig,
+    *,
+    capture: torch.cuda.Stream | None = None,
+    emit: Callable[..., None],
+) -> StepRunner:
+    """Return the fused runner on a CUDA device, which captures its graphs on `capture`, the one of the C kernels on a
+    CPU, and where these cannot serve, the one in plain torch; say which."""
+    on_gpu = decoder.device.type == "cuda"
+    if on_gpu:
+        reason = why_too_old(decoder.device) or why_not_fused(decoder.spec, decoder.dtype, pool.page_tokens)
+    else:
+        reason = why_not_kernels(decoder, config)
+    if config.batch_invariant and reason is not None:
+        raise InputError(
+            f"engine.batch_invariant needs the engine's own kernels, which cannot run here: {reason}",
+            hint="run `gyre doctor` for what this machine lacks, or set engine.batch_invariant = false",
+        )
+    if reason is not None:
+        emit("engine.torch_kernels", reason=reason)
+        return Runner(
+            decoder,
+            pool,
+            max_running=config.max_running,
+            device=decoder.device,
+            dtype=decoder.dtype,
+            rows_at_once=config.rows_at_once,
+            deadline_s=config.step_deadline_s,
+        )
+    if not on_gpu:
+        cpu_runner = CpuRunner(decoder, pool, rows_at_once=config.rows_at_once)
+        emit("engine.c_kernels", instructions=cpu_runner.instructions)
+        return cpu_runner
+    assert capture is not None
+    from gyre.engine.runners.gpu_runner import GpuRunner  # here, since a CPU has no Triton
+
+    runner = GpuRunner(
+        decoder,
+        pool,
+        max_running=config.max_running,
+        token_budget=config.token_budget,
+        rows_at_once=config.rows_at_once,
+        invariant=config.batch_invariant,
+        deadline_s=config.step_deadline_s,
+        capture=capture,
+        emit=emit,
+    )
+    emit("engine.graphs_captured", graphs=runner.capture_all(), batch_invariant=config.batch_invariant)
+    return runner
+
+
+def why_not_kernels(decoder: Decoder, config: EngineConfig) -> str | None:
+    """Return why the C kernels cannot serve, or None."""
+    if not config.c_kernels:
+        return "engine.c_kernels = false"
+    if decoder.spec.window_tokens is not None:
+        return "sliding windows: the C kernels look at everything"
+    if config.overlap:
+        return "engine.overlap = true: the C kernels read the last tokens from the host"
+    return why_not_c(decoder)
+
+
+def why_not_fused(spec: ModelSpec, dtype: torch.dtype, page_tokens: int) -> str | None:
+    """Return why the fused kernels cannot serve this model on a CUDA device, or None."""
+    if spec.window_tokens is not None:
+        return "sliding windows: the fused kernels look at everything"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if dtype not in FUSED_DTYPES:
+        return f"dtype {dtype}: the fused kernels take bfloat16 and float16"
+    if spec.head_dim not in FUSED_HEAD_DIMS:
+        return f"head_dim {spec.head_dim}: the fused kernels take {', '.join(map(str, FUSED_HEAD_DIMS))}"
+    if page_tokens < 16 or page_tokens & (page_tokens - 1):
+        return f"page_tokens {page_tokens}: the fused kernels take powers of two from 16"
+    return None

@@ -1,0 +1,84 @@
+"""Rule book: the rows' sampling rules as tensors on the device, made again only when rows come or go, and choosing by
+them. In: rows, logits. Out: a Choice.
+"""
+
+# N rows that choose, L rows that look back at their tokens, W widest of those, V vocabulary
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gyre.engine.kv_cache.pool import to_device
+from gyre.engine.sampling.logits_processors import Past, Shaping, make_shaping
+from gyre.engine.sampling.sampler import Choice, Rules, choose, make_rules
+from gyre.engine.sampling.token_history import History
+from gyre.engine.scheduler.slots import Rows
+from gyre.engine.scheduler.step import Step
+
+
+class RuleBook:
+    """Keeps the last Rules, and the token histories of rows whose rules look back."""
+
+    def __init__(self, vocab_size: int, device: torch.device, *, rows_at_once: int) -> None:
+        self._vocab_size, self._device = vocab_size, device
+        self._rows_at_once = rows_at_once  # of logits, where alternatives or penalties need more than one
+        self._history = History(device)
+        self._back_slots: Tensor | None = None  # the history of the rows that the rules were made for
+        self._rules: Rules | None = None
+        self._rules_of: tuple[int, bytes] | None = None  # row revision and rows that the rules were made for
+
+    def choose(self, logits_NV: Tensor, rows: Rows, step: Step, uniform_N: Tensor) -> tuple[Choice, Rules]:
+        """Choose one token for each sampling row; logits are float32. Rows that look back remember what they chose."""
+        rules = self._rules_for(rows, step.sample_rows)
+        shaping = rules.shaping
+        if shaping is None:
+            return choose(logits_NV, rules, uniform_N), rules
+        chosen_N = to_device(step.sample_positions - rows.prompt_R[step.sample_rows], self._device)
+        if self._back_slots is None or shaping.back_L is None:
+            return choose(logits_NV, rules, uniform_N, chosen_N=chosen_N), rules
+        back = np.asarray(shaping.back_places)
+        at_L = step.sample_positions[back]
+        length_L = to_device(at_L, self._device)
+        past = Past(
+            ids_LW=self._history.ids(self._back_slots, int(at_L.max())),
+            prompt_L1=to_device(rows.prompt_R[step.sample_rows[back]], self._device)[:, None],
+            length_L1=length_L[:, None],
+        )
+        choice = choose(logits_NV, rules, uniform_N, chosen_N=chosen_N, past=past)
+        tokens_L = choice.tokens_N[shaping.places_M[shaping.back_L]]
+        self._history.append(self._back_slots, length_L, tokens_L)
+        return choice, rules
+
+    def _rules_for(self, rows: Rows, rows_N: np.ndarray) -> Rules:
+        wanted = (rows.revision, rows_N.tobytes())
+        if self._rules is None or self._rules_of != wanted:
+            self._rules_of = wanted
+            shaping = self._shaping_for(rows, rows_N)
+            self._rules = make_rules(
+                rows.temperature_R[rows_N],
+                rows.top_k_R[rows_N],
+                rows.top_p_R[rows_N],
+                rows.min_p_R[rows_N],
+                rows.truncated_R[rows_N],
+                vocab_size=self._vocab_size,
+                device=self._device,
+                shaping=shaping,
+                told_N=rows.told_R[rows_N],
+                rows_at_once=self._rows_at_once,
+            )
+        return self._rules
+
+    def _shaping_for(self, rows: Rows, rows_N: np.ndarray) -> Shaping | None:
+        self._back_slots = None
+        places = np.flatnonzero(rows.shaped_R[rows_N]).tolist()
+        if not places:
+            return None
+        asking = [rows.sequence_at(int(rows_N[place])) for place in places]
+        shaping = make_shaping(
+            places, [(sequence.request.sampling, sequence.stop_ids) for sequence in asking], device=self._device
+        )
+        if shaping.back_places:
+            self._back_slots = self._history.slots(rows, rows_N[np.asarray(shaping.back_places)])
+        return shaping

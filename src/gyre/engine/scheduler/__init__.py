@@ -1,0 +1,1 @@
+"""Decides each step: sequences, batch slots, preemption, and the accounting of what was sampled."""

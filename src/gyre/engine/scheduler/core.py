@@ -1,0 +1,235 @@
+"""Cycle: schedule, launch, advance; fetch and book up to `depth` launches later. In: requests. Out: TokenChunks.
+Everything here runs on the compute thread and between two steps nothing else touches the roster.
+
+With depth 0 each step is booked at once. With depth 1 step n+1 is scheduled and launched before the host reads what
+step n chose. The device runs launches in order; so a page given back by a booking may be handed out at once, though a
+step in flight still uses it for a completion that was found finished. Whatever needs the truth (who is preempted,
+abort, interrupt, deadlines, new weights, moves) first books everything in flight: `quiesce`.
+"""
+
+from __future__ import annotations
+
+from collections import abc, deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+
+from gyre.core.records import Finish, Partial, Request, TokenChunk
+from gyre.engine.scheduler.postprocess import TextStop, advance, book, end_complete_partials, end_request
+from gyre.engine.scheduler.preemption import mix_versions, preempt, void_swapped
+from gyre.engine.scheduler.scheduler import must_preempt, schedule
+from gyre.engine.scheduler.sequence import LATE, Sequence, sequences_of
+from gyre.engine.scheduler.state import Roster
+from gyre.engine.scheduler.step import Flight, Step, StepRunner
+from gyre.engine.scheduler.swap import Slots
+
+SPARE_TOKENS = 4  # decoded beyond the longest stop string, so that its first character never lies at the window's edge
+
+
+class Decodes(Protocol):
+    """What the engine asks of a tokenizer."""
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]: ...
+
+    def decode(self, ids: abc.Sequence[int]) -> str: ...
+
+
+class HostPages(Protocol):
+    """Where KV pages lie while their sequence is swapped. Copies are queued on the device, in order, between steps."""
+
+    def copy_out(self, pages: np.ndarray, slots: np.ndarray) -> None: ...
+
+    def copy_in(self, slots: np.ndarray, pages: np.ndarray) -> None: ...
+
+
+def make_text_stop(tokenizer: Decodes | None) -> TextStop:
+    """Look for stop strings in the text of the last tokens only: a token holds at least a byte, and what earlier
+    tokens completed ended the completion then, unless min_tokens forbade it: then only what the last token completed
+    counts. Keeps no state, so preemption and continuation cannot upset it."""
+
+    def text_stop(sequence: Sequence, tokens: np.ndarray) -> bool:
+        assert tokenizer is not None, "admission refuses stop strings without a tokenizer"
+        stops = sequence.request.sampling.stop
+        window = max(len(stop.encode()) for stop in stops) + SPARE_TOKENS
+        text = tokenizer.decode(tokens[-window:].tolist())
+        if sequence.request.sampling.min_tokens == 0:
+            return any(stop in text for stop in stops)
+        before = tokenizer.decode(tokens[-window:-1].tolist())
+        old = next((at for at, (a, b) in enumerate(zip(before, text, strict=False)) if a != b), len(before))
+        return any(text.rfind(stop) + len(stop) > old for stop in stops if stop in text)
+
+    return text_stop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InFlight:
+    """A launched step that is not booked yet."""
+
+    step: Step
+    flight: Flight
+
+
+class Cycle:
+    """The engine's inside: a roster, a runner and the version that they run."""
+
+    def __init__(
+        self,
+        roster: Roster,
+        runner: StepRunner,
+        *,
+        token_budget: int,
+        version: int,
+        eos_ids: tuple[int, ...],
+        tokenizer: Decodes | None,
+        clock: Callable[[], float],
+        depth: int = 0,
+        host: HostPages | None = None,
+    ) -> None:
+        self.roster, self.runner, self.version, self.host = roster, runner, version, host
+        self._token_budget, self._eos_ids, self._clock, self._depth = token_budget, eos_ids, clock, depth
+        self._text_stop = make_text_stop(tokenizer)
+        self._deadlines: dict[str, float] = {}
+        self._arrivals = 0
+        self._in_flight: deque[InFlight] = deque()
+        self._out: list[TokenChunk] = []  # chunks that nobody has taken yet, in order
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.roster.requests and not self._out
+
+    def add(self, request: Request, deadline_at: float | None) -> list[TokenChunk]:
+        """Enter a request. Returns the answers of completions whose given beginning was whole already."""
+        self._arrivals += 1
+        # Admission takes numpy's whole numbers too: they would wrap in sums, and a seed's draws go by its type.
+        seed, priority, chunk_tokens = int(request.seed), int(request.priority), int(request.chunk_tokens)
+        request = replace(request, seed=seed, priority=priority, chunk_tokens=chunk_tokens)
+        sequences = sequences_of(request, arrival=self._arrivals, eos_ids=self._eos_ids)
+        self.roster.enqueue(sequences)
+        if deadline_at is not None:
+            self._deadlines[request.request_id] = deadline_at
+        self._out += end_complete_partials(self.roster, sequences, version=self.version, text_stop=self._text_stop)
+        return self._take_out()
+
+    def step(self) -> list[TokenChunk]:
+        """Launch one step, and book those beyond the depth; when there is none to launch, book the oldest."""
+        if self._in_flight and must_preempt(self.roster):
+            self.quiesce()
+        step = schedule(self.roster, token_budget=self._token_budget, version=self.version)
+        if step is not None:
+            self._swap(step)
+            self._in_flight.append(InFlight(step=step, flight=self.runner.launch(self.roster.rows, step)))
+            advance(self.roster, step)
+        if self._in_flight and (step is None or len(self._in_flight) > self._depth):
+            self._book_oldest()
+        return self._take_out()
+
+    def quiesce(self) -> None:
+        """Book everything in flight. What comes out waits for whoever takes chunks next."""
+        while self._in_flight:
+            self._book_oldest()
+
+    def flush(self) -> list[TokenChunk]:
+        """Book everything in flight and return what is due."""
+        self.quiesce()
+        return self._take_out()
+
+    def expire(self) -> list[TokenChunk]:
+        """End requests that are past their deadline."""
+        if not self._deadlines:
+            return []
+        now = self._clock()
+        if any(now >= at for at in self._deadlines.values()):
+            self.quiesce()
+        self._deadlines = {
+            request_id: at for request_id, at in self._deadlines.items() if request_id in self.roster.requests
+        }
+        for request_id, at in list(self._deadlines.items()):
+            if now >= at:
+                self._end(request_id, "deadline", LATE)
+                self.roster.emit("engine.deadline", request_id=request_id)
+                del self._deadlines[request_id]
+        return self._take_out()
+
+    def abort(self, request_id: str, reason: str) -> list[TokenChunk]:
+        self._end(request_id, "abort", reason)
+        return self._take_out()
+
+    def abort_all(self, reason: str) -> list[TokenChunk]:
+        self.quiesce()
+        for request_id in list(self.roster.requests):
+            self._end(request_id, "abort", reason)
+        return self._take_out()
+
+    def interrupt(self) -> tuple[dict[str, tuple[Partial, ...]], list[TokenChunk]]:
+        """End everything, and return what each request had."""
+        self.quiesce()
+        partials: dict[str, tuple[Partial, ...]] = {}
+        for request_id in list(self.roster.requests):
+            had = self._end(request_id, "interrupted", "interrupt")
+            partials[request_id] = tuple(sorted(had, key=lambda partial: partial.index))
+        return partials, self._take_out()
+
+    def forget_kv(self, reason: str) -> None:
+        """The pages' contents are about to go: whoever runs computes again, and nothing stays cached."""
+        self.quiesce()
+        self._preempt_all(reason)
+        void_swapped(self.roster, reason)
+        dropped = self.roster.pages.drop_cached()
+        self.roster.emit("engine.prefix_cleared", pages=dropped, reason=reason)
+
+    def change_host(self, host: HostPages | None, num_slots: int) -> None:
+        """The host pool came or goes; what was in it is gone."""
+        self.quiesce()
+        void_swapped(self.roster, "engine.kv_host moved")
+        self.host, self.roster.slots = host, Slots(num_slots)
+
+    def change_version(self, version: int, *, recompute: bool, keep_cached: bool) -> None:
+        """From the next step on tokens are chosen by `version`. Running and swapped sequences keep their KV unless
+        `recompute`; KV of mixed versions is never cached. Cached pages of other versions can never match again."""
+        self.quiesce()
+        if recompute:
+            self._preempt_all("new weights")
+            void_swapped(self.roster, "new weights")
+        self.version = version
+        mix_versions(self.roster)
+        if not keep_cached:
+            dropped = self.roster.pages.drop_cached(keep_version=version)
+            self.roster.emit("engine.prefix_cleared", pages=dropped, reason="new weights")
+
+    def _book_oldest(self) -> None:
+        oldest = self._in_flight.popleft()
+        self._out += book(self.roster, oldest.step, oldest.flight.fetch(), text_stop=self._text_stop)
+        if self.roster.tainted:
+            self.runner.pool.zero_pages(np.concatenate(self.roster.tainted))
+            self.roster.tainted.clear()
+        if not self.roster.requests:
+            self._in_flight.clear()  # all that is left is surplus; nobody waits for it
+
+    def _end(self, request_id: str, finish: Finish, reason: str) -> list[Partial]:
+        """End one request, if it is still unanswered once everything in flight is booked."""
+        if request_id not in self.roster.requests:
+            return []
+        self.quiesce()
+        chunks, partials = end_request(self.roster, request_id, finish, reason, version=self.version)
+        self._out += chunks
+        return partials
+
+    def _take_out(self) -> list[TokenChunk]:
+        chunks, self._out = self._out, []
+        return chunks
+
+    def _preempt_all(self, reason: str) -> None:
+        for row in self.roster.active_rows().tolist():
+            preempt(self.roster, row, reason=reason, version=self.version, must_recompute=True)
+
+    def _swap(self, step: Step) -> None:
+        if step.swap_out is None and step.swap_in is None:
+            return
+        assert self.host is not None, "there are no slots without a host pool"
+        if step.swap_out is not None:
+            self.host.copy_out(*step.swap_out)
+        if step.swap_in is not None:
+            self.host.copy_in(*step.swap_in)

@@ -1,0 +1,174 @@
+"""Settle: accounts for a step in two parts. `advance`, as soon as it is launched, counts what needs no token values;
+`book`, when the values are on the host, writes them where the step said and finds who is finished. Steps may be
+launched in between: whoever finishes in `book` may have taken part in them, and that surplus is dropped when they are
+booked, told by the stay's number. In: the roster, the Step, the Sampled. Out: TokenChunks to hand out. Pure. Also ends
+requests for reasons from outside (abort, deadline, interrupt), with nothing in flight.
+"""
+
+# N rows that chose a token
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from gyre.core.records import Finish, Partial, TokenChunk
+from gyre.engine.scheduler.sequence import Chosen, Sequence, make_chunk, make_partial
+from gyre.engine.scheduler.state import Roster
+from gyre.engine.scheduler.step import Sampled, Step
+
+# (sequence, tokens chosen so far) → whether the last token completed one of its stop strings
+TextStop = Callable[[Sequence, np.ndarray], bool]
+
+
+def advance(roster: Roster, step: Step) -> None:
+    """Count a launched step: KV that it will have written, and a place for each token that it will have chosen."""
+    rows = roster.rows
+    rows.computed_R[step.decode_rows] += 1
+    for chunk in step.chunks:
+        rows.computed_R[chunk.row] += chunk.count
+    rows.length_R[step.sample_rows] += 1
+    roster.counters.steps += 1
+
+
+def book(roster: Roster, step: Step, sampled: Sampled, *, text_stop: TextStop) -> list[TokenChunk]:
+    """Write what a launched step chose and return the chunks that are due. Finished sequences give back rows and
+    pages; a step launched meanwhile may still read and write those pages, and whoever gets them next does so in a
+    later step, hence after it: the device works in order."""
+    live_N = roster.rows.tenure_R[step.sample_rows] == step.sample_tenures
+    for piece in sampled.pieces:
+        piece.book.enter(piece, step.version)
+    _remember_prompts(roster, step, live_N)
+    places_N = np.flatnonzero(live_N)
+    if len(places_N) < len(live_N):
+        sampled = _select(sampled, places_N)
+    rows_N = step.sample_rows[places_N]
+    roster.counters.generated_tokens += len(rows_N)
+    _write(roster, rows_N, step.sample_positions[places_N], sampled, step.version)
+    chunks = _hand_out(roster, rows_N, sampled, step.version, text_stop)
+    roster.give_unseen(rows_N[roster.rows.decoding_R[rows_N]])
+    return chunks
+
+
+def _remember_prompts(roster: Roster, step: Step, live_N: np.ndarray) -> None:
+    """Others with the same prompt may share it from now on. A fork shares its leader's pages: once is enough."""
+    leaders = np.unique(step.sample_chunks, return_index=True)[1] + len(step.decode_rows)
+    for place in leaders[live_N[leaders]].tolist():
+        roster.remember(int(step.sample_rows[place]), step.version)
+
+
+def _select(sampled: Sampled, places: np.ndarray) -> Sampled:
+    new_place = {int(old): new for new, old in enumerate(places)}
+    return Sampled(
+        tokens=sampled.tokens[places],
+        logprobs=sampled.logprobs[places],
+        raw_logprobs=sampled.raw_logprobs[places],
+        supports={new_place[place]: ids for place, ids in sampled.supports.items() if place in new_place},
+        told={new_place[place]: told for place, told in sampled.told.items() if place in new_place},
+    )
+
+
+def _write(roster: Roster, rows_N: np.ndarray, at_N: np.ndarray, sampled: Sampled, version: int) -> None:
+    rows = roster.rows
+    assert (rows.known_R[rows_N] == at_N).all(), "flights are booked in the order of their launch"
+    rows.tokens_RW[rows_N, at_N] = sampled.tokens
+    rows.logprobs_RW[rows_N, at_N] = sampled.logprobs
+    rows.raw_RW[rows_N, at_N] = sampled.raw_logprobs
+    rows.versions_RW[rows_N, at_N] = version
+    rows.known_R[rows_N] = at_N + 1
+    for place, ids in sampled.supports.items():
+        rows.sequence_at(int(rows_N[place])).supports.append(ids)
+    for place, (ids, logprobs) in sampled.told.items():
+        row = int(rows_N[place])
+        best = int(rows.told_R[row])
+        rows.sequence_at(row).told.append((ids[:best], logprobs[:best]))
+
+
+def _hand_out(
+    roster: Roster, rows_N: np.ndarray, sampled: Sampled, version: int, text_stop: TextStop
+) -> list[TokenChunk]:
+    rows = roster.rows
+    stop_N = (rows.stops_RS[rows_N] == sampled.tokens[:, None]).any(axis=1)
+    for place in np.flatnonzero(rows.text_stop_R[rows_N] & ~stop_N).tolist():
+        row = int(rows_N[place])
+        stop_N[place] = _stops_in_text(rows.sequence_at(row), rows.chosen(row).tokens, text_stop)
+    broken_N = ~(np.isfinite(sampled.raw_logprobs) & np.isfinite(sampled.logprobs))
+    for place in np.flatnonzero(rows.scored_R[rows_N]).tolist():  # once, when the first token is chosen
+        broken_N[place] |= _has_unsound_prompt(rows.sequence_at(int(rows_N[place])))
+        rows.scored_R[rows_N[place]] = False
+    known_N = rows.known_R[rows_N]
+    finished_N = stop_N | broken_N | (known_N >= rows.limit_R[rows_N])
+    chunks = []
+    for place in np.flatnonzero(finished_N | (known_N >= rows.chunk_due_R[rows_N])).tolist():
+        row = int(rows_N[place])
+        sequence = rows.sequence_at(row)
+        if broken_N[place]:
+            chunks.append(_end_broken(roster, sequence, version))
+        elif finished_N[place]:
+            chunks.append(make_chunk(sequence, rows.chosen(row), "stop" if stop_N[place] else "length"))
+            roster.retire(sequence, version=version)
+        else:
+            chunks.append(make_chunk(sequence, rows.chosen(row), None))
+            rows.chunk_due_R[row] = rows.known_R[row] + sequence.request.chunk_tokens
+    return chunks
+
+
+def _stops_in_text(sequence: Sequence, tokens: np.ndarray, text_stop: TextStop) -> bool:
+    sampling = sequence.request.sampling
+    return bool(sampling.stop) and len(tokens) > sampling.min_tokens and text_stop(sequence, tokens)
+
+
+def _has_unsound_prompt(sequence: Sequence) -> bool:
+    return sequence.book is not None and not sequence.book.is_sound
+
+
+def _end_broken(roster: Roster, sequence: Sequence, version: int) -> TokenChunk:
+    """The model gave non-finite logits: answer without the last token, and keep its KV from being shared."""
+    assert sequence.row is not None
+    chosen = roster.rows.chosen(sequence.row)
+    sound = Chosen(
+        tokens=chosen.tokens[:-1],
+        logprobs=chosen.logprobs[:-1],
+        raw_logprobs=chosen.raw_logprobs[:-1],
+        versions=chosen.versions[:-1],
+    )
+    del sequence.supports[len(sound.tokens) :]
+    del sequence.told[len(sound.tokens) - sequence.told_from :]
+    if _has_unsound_prompt(sequence):
+        sequence.book = None
+    roster.emit("engine.nonfinite", request_id=sequence.request.request_id, index=sequence.index, version=version)
+    chunk = make_chunk(sequence, sound, "abort", "the model gave non-finite logits")
+    roster.retire(sequence, version=version, keep_pages=False)
+    return chunk
+
+
+def end_request(
+    roster: Roster, request_id: str, finish: Finish, reason: str, *, version: int
+) -> tuple[list[TokenChunk], list[Partial]]:
+    """End all unanswered completions of a request, wherever they are. Unknown ids give nothing."""
+    chunks, partials = [], []
+    for sequence in roster.withdraw(request_id):
+        chosen = sequence.chosen if sequence.row is None else roster.rows.chosen(sequence.row)
+        partials.append(make_partial(sequence, chosen))
+        chunks.append(make_chunk(sequence, chosen, finish, reason))
+        roster.retire(sequence, version=version)
+    return chunks, partials
+
+
+def end_complete_partials(
+    roster: Roster, sequences: list[Sequence], *, version: int, text_stop: TextStop
+) -> list[TokenChunk]:
+    """Answer completions whose given beginning is already a whole answer; they never run."""
+    chunks = []
+    for sequence in sequences:
+        tokens = sequence.chosen.tokens
+        if len(tokens) == 0:
+            continue
+        banned = len(tokens) <= sequence.request.sampling.min_tokens
+        stopped = not banned and (int(tokens[-1]) in sequence.stop_ids or _stops_in_text(sequence, tokens, text_stop))
+        if stopped or len(tokens) >= sequence.request.sampling.max_tokens:
+            roster.queue.remove(sequence)
+            chunks.append(make_chunk(sequence, sequence.chosen, "stop" if stopped else "length"))
+            roster.retire(sequence, version=version)
+    return chunks

@@ -1,0 +1,209 @@
+"""Sequences: one completion each, and the states it goes through. In: an admitted Request. Out: its Sequences, and
+TokenChunks cut from what they chose. Pure.
+
+    waiting → prefilling → decoding → finished    (any state may end in finished: abort, deadline, interrupt)
+               ↑  ↑ ╰───┬─────╯ ↑
+               │  ╰─ swapped ───╯    its KV is in host memory: it goes on where it was
+               ╰─ preempted          its KV is gone, or went void: it is computed again
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+
+from gyre.core.records import Finish, Partial, Request, Support, TokenChunk
+from gyre.engine.kv_cache.prefix_cache import BlockKey
+from gyre.engine.kv_cache.prompt_logprobs import PromptBook
+from gyre.engine.scheduler.random import draw_key
+from gyre.engine.scheduler.swap import Swapped
+
+WITHDRAWN, LATE = "aborted by the caller", "the request's deadline passed"  # why a sequence was ended
+
+
+class State(enum.Enum):
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    PREEMPTED = "preempted"
+    SWAPPED = "swapped"
+    FINISHED = "finished"
+
+
+_NEXT = {
+    State.WAITING: {State.PREFILLING, State.DECODING, State.FINISHED},  # straight to decoding: forked from a sibling
+    State.PREFILLING: {State.DECODING, State.PREEMPTED, State.SWAPPED, State.FINISHED},
+    State.DECODING: {State.PREEMPTED, State.SWAPPED, State.FINISHED},
+    State.PREEMPTED: {State.PREFILLING, State.FINISHED},
+    State.SWAPPED: {State.PREFILLING, State.DECODING, State.PREEMPTED, State.FINISHED},  # preempted: its KV went void
+    State.FINISHED: set(),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """What a completion has chosen so far, while it holds no row."""
+
+    tokens: np.ndarray  # int32 [C]
+    logprobs: np.ndarray  # float32 [C]
+    raw_logprobs: np.ndarray  # float32 [C]
+    versions: np.ndarray  # int32 [C]
+
+
+NOTHING_CHOSEN = Chosen(
+    tokens=np.empty(0, np.int32),
+    logprobs=np.empty(0, np.float32),
+    raw_logprobs=np.empty(0, np.float32),
+    versions=np.empty(0, np.int32),
+)
+
+
+class Sequence:
+    """One completion of a request. Lives in the roster; its growing arrays lie in its row while it runs."""
+
+    __slots__ = (
+        "arrival",
+        "book",
+        "chosen",
+        "emitted",
+        "followers",
+        "hits_given_up",
+        "index",
+        "key",
+        "keys",
+        "keys_root",
+        "lost_tokens",
+        "request",
+        "row",
+        "state",
+        "stop_ids",
+        "supports",
+        "swapped",
+        "told",
+        "told_from",
+    )
+
+    def __init__(self, request: Request, index: int, *, arrival: int, stop_ids: tuple[int, ...]) -> None:
+        self.request, self.index, self.arrival, self.stop_ids = request, index, arrival, stop_ids
+        self.state = State.WAITING
+        self.row: int | None = None
+        self.chosen = NOTHING_CHOSEN  # meaningful while row is None
+        self.supports: list[np.ndarray] = []  # one per chosen token when the request truncates
+        self.told: list[tuple[np.ndarray, np.ndarray]] = []  # ids and log-probs [K] per token chosen from told_from on
+        self.told_from = 0  # tokens of a given beginning; their alternatives went out when they were chosen
+        self.book: PromptBook | None = None  # the prompt's log-probs, until they go out
+        self.hits_given_up = 0  # cached pages that are computed again for the prompt's log-probs
+        self.emitted = 0  # chosen tokens that went out in chunks; a partial's own count as out
+        self.key = draw_key(request.seed, index)
+        self.keys: list[BlockKey] = []  # block keys under keys_root
+        self.keys_root: BlockKey = b""
+        self.swapped: Swapped | None = None  # its KV in host memory, while its state is SWAPPED
+        self.lost_tokens = 0  # whose KV was given up when it was preempted
+        self.followers: list[Sequence] = []  # siblings that wait for this one to prefill their prompt
+
+    def enter(self, state: State) -> None:
+        assert state in _NEXT[self.state], f"{self.request.request_id}[{self.index}]: {self.state} → {state}"
+        self.state = state
+
+    @property
+    def rank(self) -> tuple[int, int, int]:
+        """Sort key of the queue: larger priority first, then arrival."""
+        return (-self.request.priority, self.arrival, self.index)
+
+    @property
+    def truncates(self) -> bool:
+        return truncates(self.request)
+
+    def known_tokens(self) -> np.ndarray:
+        """Prompt and chosen tokens, while it holds no row; int32, whatever the prompt is: block keys are of bytes."""
+        return np.concatenate([self.request.tokens, self.chosen.tokens], dtype=np.int32, casting="unsafe")
+
+
+def truncates(request: Request) -> bool:
+    """Whether top-k, top-p or min-p can remove tokens. Greedy choice needs no truncation set."""
+    s = request.sampling
+    return s.temperature > 0.0 and (s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0)
+
+
+def sequences_of(request: Request, *, arrival: int, eos_ids: tuple[int, ...]) -> list[Sequence]:
+    """Return the request's completions in the order in which they should start."""
+    stops = set(request.sampling.stop_ids) | (set() if request.sampling.ignore_eos else set(eos_ids))
+    sequences = [
+        Sequence(request, index, arrival=arrival, stop_ids=tuple(sorted(stops))) for index in range(request.sampling.n)
+    ]
+    best = request.sampling.prompt_logprobs
+    book = None if best is None else PromptBook(len(request.tokens), best)
+    for sequence in sequences:
+        sequence.book = book  # one prompt, one book, however many completions wait
+    for partial in request.partials:
+        sequence = sequences[partial.index]
+        if len(partial.tokens):
+            sequence.book = None  # its prompt's log-probs went out with its first token
+        sequence.chosen = Chosen(
+            tokens=partial.tokens.astype(np.int32),
+            logprobs=partial.logprobs.astype(np.float32),
+            raw_logprobs=partial.raw_logprobs.astype(np.float32),
+            versions=partial.versions.astype(np.int32),
+        )
+        sequence.emitted = sequence.told_from = len(partial.tokens)
+        if partial.support is not None and sequence.truncates:
+            sequence.supports = np.split(partial.support.ids, partial.support.offsets[1:-1])[: len(partial.tokens)]
+    return sequences
+
+
+def make_support(supports: Seq[np.ndarray]) -> Support:
+    """Pack one array of ids per token."""
+    offsets = np.zeros(len(supports) + 1, dtype=np.int64)
+    np.cumsum([len(ids) for ids in supports], out=offsets[1:])
+    ids = np.concatenate(supports) if supports else np.empty(0, np.int32)
+    return Support(offsets=offsets, ids=ids.astype(np.int32, copy=False))
+
+
+def make_chunk(sequence: Sequence, chosen: Chosen, finish: Finish | None, reason: str = "") -> TokenChunk:
+    """Cut what has not gone out yet, and count it as out."""
+    start, sequence.emitted = sequence.emitted, len(chosen.tokens)
+    top_ids, top_logprobs = _cut_told(sequence, start)
+    prompt_logprobs = None
+    if sequence.book is not None and len(chosen.tokens):
+        whole = sequence.book.is_whole
+        assert whole or finish not in (None, "stop", "length"), "a token was chosen after a prompt with gaps"
+        prompt_logprobs, sequence.book = (sequence.book.result(), None) if whole else (None, sequence.book)
+    return TokenChunk(
+        request_id=sequence.request.request_id,
+        index=sequence.index,
+        tokens=chosen.tokens[start:].copy(),
+        logprobs=chosen.logprobs[start:].copy(),
+        raw_logprobs=chosen.raw_logprobs[start:].copy(),
+        versions=chosen.versions[start:].copy(),
+        support=make_support(sequence.supports[start:]) if sequence.truncates else None,
+        finish=finish,
+        reason=reason,
+        top_ids=top_ids,
+        top_logprobs=top_logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def _cut_told(sequence: Sequence, start: int) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Return the alternatives of the tokens chosen from `start` on, [c, K] each; None when nobody asked."""
+    best = sequence.request.sampling.top_logprobs
+    if best == 0:
+        return None, None
+    told = sequence.told[start - sequence.told_from :]
+    ids = np.asarray([ids for ids, _ in told], dtype=np.int32).reshape(-1, best)
+    return ids, np.asarray([logprobs for _, logprobs in told], dtype=np.float32).reshape(-1, best)
+
+
+def make_partial(sequence: Sequence, chosen: Chosen) -> Partial:
+    """Everything a later request needs to go on from here."""
+    return Partial(
+        index=sequence.index,
+        tokens=chosen.tokens.copy(),
+        logprobs=chosen.logprobs.copy(),
+        raw_logprobs=chosen.raw_logprobs.copy(),
+        versions=chosen.versions.copy(),
+        support=make_support(sequence.supports) if sequence.truncates else None,
+    )

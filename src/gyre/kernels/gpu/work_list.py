@@ -1,0 +1,53 @@
+"""Items of the attention kernels' work lists: two numbers in one int32, how keys are cut into them, block tables of
+whole sequences, and how arrays share one copy to the device. In: lengths, arrays. Out: work lists, tables (numpy). No
+Triton here, so that the host's side is tested without.
+"""
+
+# B or S sequences, I items of a work list, P pages of the longest sequence
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+ITEM_BITS = 16  # low bits hold the piece or tile, high bits the sequence or chunk
+ALIGN = 4  # int32 numbers in 16 bytes: Triton compiles a kernel anew for a pointer that is not a multiple of that
+INVARIANT_PIECE = 512  # keys of a piece in batch-invariant mode; a multiple of every page size
+
+
+def cut_pieces(length_B: np.ndarray, piece_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """Cut each sequence's keys into pieces of a fixed size. Returns first_B, where a sequence's pieces lie in the
+    scratch, and item_I, the longest pieces first, so that programs which take items in turn finish together."""
+    pieces_B = -(-length_B // piece_tokens)
+    first_B = np.cumsum(pieces_B) - pieces_B
+    place_I = np.repeat(np.arange(len(length_B)), pieces_B)
+    piece_I = np.arange(len(place_I)) - first_B[place_I]
+    tokens_I = np.minimum(length_B[place_I] - piece_I * piece_tokens, piece_tokens)
+    order_I = np.argsort(-tokens_I, kind="stable")
+    return first_B, (place_I << ITEM_BITS | piece_I)[order_I]
+
+
+def lay_out_pages(lengths_S: np.ndarray, page_tokens: int) -> tuple[np.ndarray, int]:
+    """Return the block table, one sequence's pages after the other's, and how many pages there are."""
+    pages_S = -(-lengths_S // page_tokens)
+    column_P = np.arange(max(1, int(pages_S.max())))
+    first_S1 = (np.cumsum(pages_S) - pages_S)[:, None]
+    return np.where(column_P < pages_S[:, None], first_S1 + column_P, 0), int(pages_S.sum())
+
+
+def align(count: int) -> int:
+    """Return the first multiple of ALIGN from `count` on."""
+    return -(-count // ALIGN) * ALIGN
+
+
+def pack(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, list[slice]]:
+    """Return the arrays as int32 in one, and where each lies, on a boundary of ALIGN."""
+    spans, end = [], 0
+    for array in arrays:
+        spans.append(slice(end, end + len(array)))
+        end = align(end + len(array))
+    flat = np.zeros(end, dtype=np.int32)
+    for span, array in zip(spans, arrays, strict=True):
+        flat[span] = array
+    return flat, spans

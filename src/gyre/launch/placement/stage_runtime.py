@@ -1,0 +1,217 @@
+"""Device: what one device holds during one stage: a trainer rank, an engine, the memory manager over both.
+In: a policy, a plan, the group of ranks. Out: the live objects, made in order and closed in reverse.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from gyre.core.records import Phase
+from gyre.core.seeds import derive_seed
+from gyre.distributed.mesh import shard_size
+from gyre.distributed.process_group import Group, alone
+from gyre.engine.engine import NativeEngine
+from gyre.launch.factories import Emit, Machine, Policy, make_engine, make_reward_model
+from gyre.launch.stages import Stage, trains_invariant
+from gyre.launch.train_args import MAIN
+from gyre.memory.config import MemoryConfig
+from gyre.memory.manager import MemoryManager
+from gyre.memory.phases import default_needs
+from gyre.models.decoder import Decoder
+from gyre.models.hub.checkpoint import Checkpoint
+from gyre.planner.gpus import peak_flops
+from gyre.planner.plan import Plan
+from gyre.runconfig import RunConfig
+from gyre.trainer.passes.forward import ChunkLogprobs
+from gyre.trainer.trainer import NativeTrainer
+from gyre.weights.gather import ShardSource
+
+
+class Device:
+    """One device during one stage. Without a `group` the trainer is alone."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        plan: Plan,
+        folder: Path,
+        machine: Machine,
+        emit: Emit,
+        *,
+        group: Group | None = None,
+        progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`progress` is what the trainer calls where it works for long without running a layer."""
+        self._config, self._plan, self._folder, self._machine, self._emit = config, plan, folder, machine, emit
+        self._group, self._progress = group, progress
+        self._manager: MemoryManager | None = None
+        self._own_weights = False  # the engine's, beside the trainer's
+        self._took_s: dict[str, float] = {}  # to make each part
+        self.trainer: NativeTrainer | None = None
+        self.engine: NativeEngine | None = None
+
+    @property
+    def cuts_weights(self) -> bool:
+        """Whether the actor's weights lie in shards, so that an engine cannot read them where they are."""
+        ranks = 1 if self._group is None else self._group.size
+        zero, shard_ranks = self._config.parallel.of("actor")
+        return ranks > 1 and zero >= 2 and shard_ranks != 1
+
+    def make_trainer(self, stage: Stage, policy: Policy, version: int, *, resumed: bool) -> NativeTrainer:
+        """The trainer on the policy's decoder, which has this rank's part of the weights from here on. One that is
+        `resumed` reads none: they come from the snapshot, and until then it does nothing."""
+        reads = policy.decoder.device.type == "meta" and not resumed
+        with self._making("trainer"), contextlib.ExitStack() as files:
+            weights = policy.weights if reads else None
+            if isinstance(policy.weights, Checkpoint):
+                files.callback(policy.weights.close)
+            reward, scored, reward_weights = self._config.rewards.model_part(), None, None
+            if reward is not None and stage.name == MAIN:
+                decoder, head, reward_weights = make_reward_model(reward.path, self._machine, policy)
+                scored = decoder, head
+                files.callback(reward_weights.close)
+            self.trainer = NativeTrainer(
+                decoder=policy.decoder,
+                objective=stage.objective,
+                config=stage.trainer,
+                compute=self._machine.compute,
+                emit=self._emit,
+                seed=derive_seed(self._config.run.seed, "trainer", stage.name),
+                reward_model=scored,
+                weights=weights,
+                reward_weights=reward_weights,
+                version=version,
+                shared=not self.cuts_weights,
+                disk_folder=self._disk_folder(),
+                parked=self._plan.parked_at_start,
+                group=self._group or alone(self._machine.device),
+                parallel=self._config.parallel,
+                logprobs=self._logprobs(stage),
+                peak_flops=self._peak_flops(),
+                trace_folder=self._folder / "traces",
+                progress=self._progress,
+            )
+        return self.trainer
+
+    def _peak_flops(self) -> float | None:
+        device = self._machine.device
+        if device.type != "cuda":
+            return None
+        return peak_flops(torch.cuda.get_device_name(device), str(self._machine.dtype).removeprefix("torch."))
+
+    def _logprobs(self, stage: Stage) -> ChunkLogprobs | None:
+        """The engine's own kernels in batch-invariant mode, which `check_invariant` has found able."""
+        if not trains_invariant(self._config, stage):
+            return None
+        from gyre.trainer.passes.batch_invariant import InvariantLogprobs  # here, since a CPU has no Triton
+
+        return InvariantLogprobs(page_tokens=self._plan.page_tokens)
+
+    async def make_engine(self, policy: Policy, *, own_weights: bool = False) -> NativeEngine:
+        """On the trainer's decoder, or with `own_weights` on one that is filled by handovers."""
+        plan, self._own_weights = self._plan, own_weights
+        sizes = self._config.engine.model_copy(update={"num_pages": plan.kv_pages, "page_tokens": plan.page_tokens})
+        if own_weights:
+            decoder = Decoder(policy.spec, device=self._machine.device, dtype=self._machine.dtype)
+            policy = replace(policy, decoder=decoder)
+        with self._making("engine"):
+            self.engine = make_engine(sizes, policy, self._machine, self._emit, shared_weights=not own_weights)
+            await self.engine.start(dummy=own_weights)
+        return self.engine
+
+    def manage(self) -> None:
+        """Take what was made so far under the memory manager."""
+        tenants = [tenant for tenant in (self.engine, self.trainer) if tenant is not None]
+        with self._making("memory"):
+            self._manager = MemoryManager(
+                tenants,
+                self._budgets(),
+                self._machine.device,
+                self._emit,
+                needs=default_needs(shared_weights=not self._own_weights),
+                working=self._plan.working,
+            )
+        self._emit("device.made", seconds=self._took_s)
+
+    @contextlib.contextmanager
+    def _making(self, part: str) -> Iterator[None]:
+        started_s = time.perf_counter()
+        yield
+        self._took_s[part] = round(time.perf_counter() - started_s, 3)
+
+    async def enter(self, phase: Phase, *, step: int) -> None:
+        """PhaseGate over the memory manager, on the compute thread."""
+        manager = self._manager
+        assert manager is not None
+        await asyncio.get_running_loop().run_in_executor(self._machine.compute, lambda: manager.enter(phase, step=step))
+
+    @property
+    def held_bytes(self) -> int:
+        """What the components hold on the device, as measured at the last phase change."""
+        return 0 if self._manager is None else self._manager.ledger.usage().device_bytes
+
+    async def close(self) -> None:
+        if self.engine is not None:
+            await self.engine.terminate()
+        if self.trainer is not None:
+            await self.trainer.close()
+
+    def left_policy(self, policy: Policy) -> Policy:
+        """The policy as the next stage begins with it; all ranks call it, before `close`. Where critic and reference
+        would be cut like this one, each rank reads its own shards, which live until then; else it has the weights
+        whole."""
+        assert self.trainer is not None
+        if self._group is None or not self.cuts_weights:
+            return policy
+        alike = self._cuts_alike()
+        device = torch.device("meta") if alike else self._machine.device
+        decoder = Decoder(policy.spec, device=device, dtype=self._machine.dtype)
+        self._emit("policy.left", in_shards=alike)
+        if alike:
+            return replace(policy, decoder=decoder, weights=self.trained_shards())
+        with self._group.guard("end of the stage"):
+            home = {name: parameter.detach() for name, parameter in decoder.named_parameters()}
+            self.trained_shards().gather_into(home)
+        return replace(policy, decoder=decoder)
+
+    def _cuts_alike(self) -> bool:
+        """Whether each model that may begin with the policy's weights would have the actor's cuts."""
+        assert self._group is not None
+        splits = [self._config.parallel.of(model) for model in ("actor", "critic", "reference")]
+        sizes = {shard_size(self._group.size, shard_ranks) for _, shard_ranks in splits}
+        return all(zero >= 2 for zero, _ in splits) and len(sizes) == 1
+
+    def trained_shards(self) -> ShardSource:
+        """Where the trained weights lie in shards: this rank's, which outlive `close`."""
+        assert self.trainer is not None and self.cuts_weights
+        self.trainer.move(["actor.params"], "device")  # the last phase may have parked it
+        _, source = self.trainer.register()
+        assert isinstance(source, ShardSource)
+        return source
+
+    def _disk_folder(self) -> Path | None:
+        """Inside the run's folder, or for a folder elsewhere a part of it that no other run touches. Ranks do not
+        share one."""
+        name = self._config.memory.disk_folder
+        if not name:
+            return None
+        base = Path(name) / self._folder.name if Path(name).is_absolute() else self._folder / name
+        return base if self._group is None else base / f"rank-{self._group.rank}"
+
+    def _budgets(self) -> MemoryConfig:
+        plan = self._plan
+        return self._config.memory.model_copy(
+            update={
+                "device_budget_bytes": plan.device_budget_bytes,
+                "host_budget_bytes": plan.host_budget_bytes,
+                "disk_budget_bytes": plan.disk_budget_bytes,
+                "residency": plan.residency,
+            }
+        )

@@ -1,0 +1,180 @@
+"""Rank: the object in a worker of a training run. In: the run's config, which rank it is, then stages. Out: seats for a
+trainer rank and an engine. Every rank gets every call but those for one engine. Started by launch.placement.ray_placement, by the name
+"gyre.launch.placement.worker:build_rank".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from gyre.cluster.worker.endpoints import EngineSeat, TrainerSeat
+from gyre.cluster.worker.server import Context
+from gyre.core.records import Phase
+from gyre.distributed.init import Seat, join
+from gyre.distributed.process_group import Group
+from gyre.launch.export import export_policy, export_shards
+from gyre.launch.factories import Machine, Policy, make_machine, make_policy
+from gyre.launch.placement.inline import Snapshots, make_snapshots
+from gyre.launch.placement.stage_runtime import Device
+from gyre.launch.stages import plan_stages
+from gyre.memory.probe import give_back
+from gyre.models.scalar_head import ScalarHead
+from gyre.planner.plan import Plan
+from gyre.runconfig import RunConfig
+from gyre.text.tokenizer import load_tokenizer
+from gyre.trainer.checkpoint.store import Fault, find_faults, load, step_of
+from gyre.weights.gather import ShardSource
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankOrder:
+    """What a worker is to be."""
+
+    config: RunConfig
+    folder: Path  # of the run; on a disk that all nodes see
+    directory: Path  # where the driver works; paths in the config are relative to it
+    rank: int | None  # None: an engine alone
+    world_size: int
+    store_host: str
+    store_port: int
+    round_id: str  # differs at every start of the ranks
+
+
+async def build_rank(context: Context, *, order: RankOrder) -> RankWorker:
+    """Make the model, without its weights, and become a rank; returns when all ranks are there."""
+    os.chdir(order.directory)
+    machine = make_machine(order.config)
+    tokenizer = load_tokenizer(order.folder / "tokenizer")
+    loop = asyncio.get_running_loop()
+    policy = await loop.run_in_executor(machine.compute, make_policy, order.config, tokenizer, machine)
+    group = None
+    if order.rank is not None:
+        seat = Seat(
+            rank=order.rank,
+            world_size=order.world_size,
+            store_host=order.store_host,
+            store_port=order.store_port,
+            round_id=order.round_id,
+            backend="nccl" if machine.device.type == "cuda" else "gloo",
+            device=torch.device("cuda", 0) if machine.device.type == "cuda" else machine.device,
+            timeout_s=order.config.parallel.timeout_s,
+        )
+        group = await loop.run_in_executor(machine.compute, join, seat)
+    register_module_forward_pre_hook(lambda module, args: context.tick())  # one for each layer that runs
+    return RankWorker(context, order, machine, policy, group)
+
+
+class RankWorker:
+    """`trainer` and `engine` are there from `begin` to `end`; an engine worker has no trainer."""
+
+    def __init__(
+        self, context: Context, order: RankOrder, machine: Machine, policy: Policy, group: Group | None
+    ) -> None:
+        self._context, self._order, self._machine = context, order, machine
+        self._config, self._policy, self._group = order.config, policy, group
+        self._device: Device | None = None
+        self._head: ScalarHead | None = None
+        self._snapshots: Snapshots | None = None
+        self._shards: ShardSource | None = None  # of the trained model, where no rank has it whole
+        self.trainer: TrainerSeat | None = None
+        self.engine: EngineSeat | None = None
+
+    async def begin(self, stage_name: str, plan_json: str, version: int, snapshot: str) -> int:
+        """Make the stage's objects; with `snapshot`, a path, the trainer goes on from it. Returns its version."""
+        stage = next(stage for stage in plan_stages(self._config, "all") if stage.name == stage_name)
+        plan = Plan.from_json(plan_json)
+        device = self._device = Device(
+            self._config,
+            plan,
+            self._order.folder,
+            self._machine,
+            self._context.emit,
+            group=self._group,
+            progress=self._context.tick,
+        )
+        if self._order.rank is not None:
+            trainer = await self._on_compute(
+                lambda: device.make_trainer(stage, self._policy, version, resumed=bool(snapshot))
+            )
+            self._policy = replace(self._policy, weights=None)
+            # Read: shards of the stage before leave the device now. Their model is a cycle of references.
+            await self._on_compute(lambda: give_back(self._machine.device, collect=True))
+            if snapshot:
+                await self._on_compute(lambda: trainer.restore(_load(snapshot)))
+            where = (self._config, self._order.folder, stage_name)
+            resumed_step = step_of(Path(snapshot)) if snapshot else 0
+            given = {"resumed_step": resumed_step, "group": self._group, "progress": self._context.tick}
+            self._snapshots = make_snapshots(*where, trainer, self._machine, self._context.emit, **given)
+            self.trainer = TrainerSeat(trainer, rank=self._order.rank, compute=self._machine.compute)
+            version = trainer.version
+        if plan.kv_pages > 0:
+            own_weights = self.trainer is None or device.cuts_weights
+            engine = await device.make_engine(self._policy, own_weights=own_weights)
+            self.engine = EngineSeat(engine, trainer=self.trainer, ticks=lambda: self._context.ticks)
+        await self._on_compute(device.manage)
+        if self._snapshots is not None:
+            await self._on_compute(self._snapshots.prepare)
+        return version
+
+    async def end(self, last: bool) -> None:
+        """Close the stage's objects, and keep the policy for the next stage, or shards for an export after the last."""
+        device, self._device = self._device, None
+        assert device is not None
+        self.trainer = self.engine = None
+        if device.trainer is not None:
+            if last and device.cuts_weights:
+                self._shards = await self._on_compute(device.trained_shards)
+            else:
+                self._policy = await self._on_compute(lambda: device.left_policy(self._policy))
+            self._head = device.trainer.head
+        await device.close()
+        if self._snapshots is not None:
+            await self._snapshots.finish()
+            self._snapshots = None
+
+    async def enter(self, phase: Phase, step: int) -> int:
+        """Move this device's memory for a phase. Returns the bytes that its components hold there afterwards."""
+        assert self._device is not None
+        await self._device.enter(phase, step=step)
+        return self._device.held_bytes
+
+    async def save(self, step: int, state: Mapping[str, Any], blobs: Mapping[str, bytes]) -> None:
+        """Write this rank's part of a snapshot."""
+        assert self._snapshots is not None
+        await self._snapshots.save(step=step, state=state, blobs=blobs)
+
+    async def look_through(self, path: str) -> list[Fault]:
+        """What is wrong with this rank's share of a snapshot's bytes."""
+        share, shares = self._order.rank, self._order.world_size
+        assert share is not None
+        return await self._on_compute(lambda: find_faults(Path(path), share=share, num_shares=shares))
+
+    async def export(self, folder: str, tokenizer_files: str) -> None:
+        """Write the model in hub layout. Every rank gets the call; the first one writes."""
+        where, files = Path(folder), Path(tokenizer_files)
+        shards, group, spec = self._shards, self._group, self._policy.spec
+        if shards is not None and group is not None:
+            given = {"deadline_s": self._config.snapshot.deadline_s, "progress": self._context.tick}
+            work = partial(export_shards, spec, self._head, shards, group, where, self._machine, files, **given)
+            await self._on_compute(work)
+        elif self._order.rank == 0:
+            await self._on_compute(lambda: export_policy(self._policy, self._head, where, self._machine, files))
+
+    async def _on_compute(self, work: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._machine.compute, work)
+
+
+def _load(path: str) -> Mapping[str, Any]:
+    snapshot = load(Path(path))
+    return {"tensors": snapshot.tensors, "state": snapshot.state["trainer"]}

@@ -1,0 +1,241 @@
+"""Clusters: a config's stages, or a shape alone, as jobs for GPUs that are named and need not be here. In: a Request,
+configs. Out: text and JSON-able mappings.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gyre.cluster.config import ClusterConfig
+from gyre.core.errors import ConfigError
+from gyre.distributed.config import Zero
+from gyre.engine.config import PAGE_TOKENS, EngineConfig, plan_engine
+from gyre.launch.factories import Emit, find_spec, make_tokenizer
+from gyre.launch.stages import Stage, StageData, load_stage_data, plan_stages, read_inputs
+from gyre.models.spec import ModelSpec
+from gyre.planner.batch_sizes import check_lengths, longest_sequence
+from gyre.planner.gpus import Gpu, find_gpu
+from gyre.planner.memory_model.components import ITEM_BYTES, engine_buffer_bytes, engine_bytes
+from gyre.planner.memory_model.peaks import MIB, Engine, Job
+from gyre.planner.model_zoo import SHAPES, find_shape, model_numbers
+from gyre.planner.plan import Dtype, PlanInputs, Saving, best_dtype
+from gyre.planner.report.checklist import Settings, inference_lines, training_lines
+from gyre.planner.report.describe import as_mapping, describe
+from gyre.planner.report.explain import COLUMNS
+from gyre.planner.report.features import built_features
+from gyre.planner.search.candidates import Cluster, Fixed
+from gyre.planner.search.search import Choice, choose
+from gyre.runconfig import RunConfig
+from gyre.trainer.config import SnapshotConfig
+
+STRETCH = 4  # times the published context: what the Qwen3 model cards state for YaRN (arXiv 2309.00071)
+GRAPH_BYTES = 256 * MIB  # private pools of the engine's graphs; an estimate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What the command line says beside the config."""
+
+    gpus: int
+    gpu: str
+    host_bytes: int | None = None  # of one host
+    shape: str | None = None  # in place of the config's model
+    sequence_tokens: int = 8192  # without a config: length of the sequences
+    update_tokens: int = 524_288  # without a config: tokens of an optimiser update, over all GPUs
+    zero: Zero | None = None
+    shard_ranks: int | None = None
+    columns: int = COLUMNS  # of the text
+
+    def cluster(self) -> Cluster:
+        if self.gpus < 1:
+            raise ConfigError(f"--gpus {self.gpus}: need at least 1")
+        return Cluster(gpus=self.gpus, gpu=find_gpu(self.gpu), host_bytes=self.host_bytes)
+
+
+def read_stages(config: RunConfig) -> tuple[ModelSpec, list[tuple[Stage, StageData]]]:
+    """The model's sizes and each stage's records, for a plan: nothing is made and no log is kept."""
+    emit: Emit = lambda kind, **fields: None  # noqa: E731
+    with tempfile.TemporaryDirectory() as scratch:
+        tokenizer = make_tokenizer(config, Path(scratch) / "tokenizer", emit)
+    spec = find_spec(config, tokenizer)
+    stages = plan_stages(config, "all")
+    return spec, [(stage, load_stage_data(config, stage, tokenizer, spec.context_tokens, emit)) for stage in stages]
+
+
+def plan_shape(request: Request) -> dict[str, Any]:
+    """Supervised training of a published shape on full sequences."""
+    if request.shape is None:
+        raise ConfigError(
+            "nothing to plan for: neither a config nor a shape",
+            hint=f"give RUN.toml, or --shape with one of {', '.join(SHAPES)}",
+        )
+    spec, cluster = find_shape(request.shape), request.cluster()
+    longest, published = request.sequence_tokens, spec.context_tokens
+    if not 1 <= longest <= STRETCH * published:
+        raise ConfigError(
+            f"--sequence-tokens {longest}: {request.shape} was published for {published} tokens; accepted are 1 to "
+            f"{STRETCH * published}, which a stretched rotary embedding can reach"
+        )
+    stretched = f"{longest} tokens are beyond the published {published}: the model's rotary embedding must be stretched"
+    if request.update_tokens < 1:
+        raise ConfigError(f"--update-tokens {request.update_tokens}: need at least 1")
+    job = Job(
+        model=model_numbers(spec),
+        dtype=_dtype(None, cluster.gpu),
+        saving=_saving(_dtype(None, cluster.gpu), cluster.gpu),
+        longest=request.sequence_tokens,
+        mean_tokens=request.sequence_tokens,
+        tokens_per_update=request.update_tokens,
+        most_tokens_per_update=request.update_tokens,
+    )
+    settings = _settings(EngineConfig(), SnapshotConfig(), ClusterConfig(), cluster, completions_per_prompt=1)
+    fixed = Fixed(zero=request.zero, shard_ranks=request.shard_ranks)
+    notes = [stretched] if longest > published else []
+    return _answer({request.shape: (choose(job, cluster, fixed), settings)}, spec, request.columns, notes)
+
+
+def plan_stages_for(
+    config: RunConfig, spec: ModelSpec, stages: Sequence[tuple[Stage, StageData]], request: Request
+) -> dict[str, Any]:
+    """Each stage of a config."""
+    spec = find_shape(request.shape) if request.shape is not None else spec
+    cluster = request.cluster()
+    dtype = _dtype(None if config.run.dtype == "auto" else config.run.dtype, cluster.gpu)
+    sizes = {"completions_per_prompt": config.rollout.completions_per_prompt}
+    settings = _settings(config.engine, config.snapshot, config.cluster, cluster, **sizes)
+    found = {}
+    for stage, data in stages:
+        inputs = read_inputs(config, stage, model_numbers(spec), data, dtype=dtype)
+        check_lengths(inputs)
+        check_matmul(inputs, cluster.gpu)
+        fixed = fixed_by(config, request)
+        found[stage.name] = choose(make_job(inputs, dtype, cluster), cluster, fixed), settings
+    return _answer(found, spec, request.columns)
+
+
+def fixed_by(config: RunConfig, request: Request) -> Fixed:
+    """What the config sets, and over it what the command line says. Keys that are left out are searched."""
+    trainer, parallel = config.trainer, config.parallel
+    searched = ("tokens_per_chunk", "checkpointing", "offload_optimizer", "offload_gradients")
+    ours = {name for name in searched if name in trainer.model_fields_set}
+    zero = parallel.zero if "zero" in parallel.model_fields_set else None
+    return Fixed(
+        zero=zero if request.zero is None else request.zero,
+        shard_ranks=(parallel.shard_ranks or None) if request.shard_ranks is None else request.shard_ranks,
+        tokens_per_chunk=trainer.tokens_per_chunk if "tokens_per_chunk" in ours else None,
+        checkpointing=trainer.checkpointing if "checkpointing" in ours else None,
+        offload_optimizer=trainer.offload_optimizer if "offload_optimizer" in ours else None,
+        offload_gradients=trainer.offload_gradients if "offload_gradients" in ours else None,
+        residency=None if config.memory.residency == "auto" else config.memory.residency,
+    )
+
+
+def make_job(inputs: PlanInputs, dtype: Dtype, cluster: Cluster) -> Job:
+    """A stage as the search sees it. Completions are taken to be half as long as they may be."""
+    longest = longest_sequence(inputs)
+    sequences = inputs.prompts_per_step * inputs.completions_per_prompt
+    per_update = inputs.sequences_per_update or sequences
+    mean = inputs.max_prompt_tokens + inputs.max_completion_tokens // 2
+    generated = inputs.max_completion_tokens // 2
+    engine = None
+    if inputs.online:
+        most = inputs.max_running or sequences
+        running = min(most, -(-sequences // cluster.gpus))
+        model, tokens = inputs.model, inputs.engine_tokens_per_step
+        engine = Engine(
+            running=running,
+            longest=longest,
+            kv_bytes_per_token=2 * model.num_layers * model.kv_size * ITEM_BYTES[dtype],
+            working_bytes=engine_bytes(model, dtype, tokens=tokens, running=running, longest=0),
+            graph_bytes=GRAPH_BYTES,
+            buffer_bytes=engine_buffer_bytes(
+                inputs, dtype=dtype, page_tokens=inputs.page_tokens or PAGE_TOKENS["cuda"], max_running=most
+            ),
+        )
+    return Job(
+        model=inputs.model,
+        dtype=dtype,
+        saving=_saving(dtype, cluster.gpu),
+        longest=longest,
+        mean_tokens=mean,
+        tokens_per_update=per_update * mean,
+        most_tokens_per_update=per_update * longest,
+        updates_per_step=-(-sequences // per_update) * inputs.epochs_per_batch,
+        target_share=generated / mean if generated else 1.0,
+        matmul=inputs.matmul,
+        moments=inputs.moments,
+        critic=inputs.critic,
+        reference=inputs.reference,
+        reward_model=inputs.reward_model,
+        engine=engine,
+        snapshot_background=inputs.snapshot_background,
+        reference_average=inputs.reference_average,
+        offload_parameters=inputs.offload_parameters,
+        offload_cut_bytes=inputs.offload_cut_bytes,
+        sum_gradients=inputs.sum_gradients,
+    )
+
+
+def check_matmul(inputs: PlanInputs, gpu: Gpu) -> None:
+    """Refuse 8-bit products on GPUs that have none."""
+    if inputs.matmul == "fp8" and not gpu.fp8_flops:
+        raise ConfigError(
+            f"trainer.matmul = 'fp8': {gpu.name} does not multiply 8-bit floats",
+            hint="take GPUs of compute capability 8.9 or more, or leave trainer.matmul out",
+        )
+
+
+def _dtype(asked: Dtype | None, gpu: Gpu) -> Dtype:
+    return asked or best_dtype("cuda", bf16=gpu.bf16)
+
+
+def _saving(dtype: Dtype, gpu: Gpu) -> Saving:
+    """The GPUs are not here, and neither is their torch, which brings Triton along. Its kernels take no float32, and
+    run where BF16 is multiplied; an older GPU keeps what products and a softmax keep."""
+    if not gpu.bf16:
+        return "torch_cpu"
+    return "torch_cuda" if dtype == "float32" else "triton"
+
+
+def _settings(
+    engine: EngineConfig,
+    snapshot: SnapshotConfig,
+    workers: ClusterConfig,
+    cluster: Cluster,
+    *,
+    completions_per_prompt: int,
+) -> Settings:
+    """Several GPUs are workers of Ray, whatever the config says: it is read for one GPU or for as many as there are."""
+    decided = plan_engine(engine, device_type="cuda")
+    return Settings(
+        features=built_features(RunConfig),
+        snapshot_every_steps=snapshot.every_steps,
+        snapshot_in_background=snapshot.background,
+        max_running=decided.max_running,
+        token_budget=decided.token_budget,
+        page_tokens=decided.page_tokens,
+        prefix_cache=decided.prefix_cache,
+        completions_per_prompt=completions_per_prompt,
+        cluster_kind="ray" if cluster.gpus > 1 else workers.kind,
+        max_restarts=workers.max_restarts,
+    )
+
+
+def _answer(
+    found: dict[str, tuple[Choice, Settings]], spec: ModelSpec, columns: int, notes: Sequence[str] = ()
+) -> dict[str, Any]:
+    texts, stages = [f"note: {note}\n" for note in notes], {}
+    for name, (choice, settings) in found.items():
+        training, inference = training_lines(choice, settings), inference_lines(choice, settings)
+        texts.append(f"== {name} ==\n\n{describe(choice, training, inference, columns)}")
+        stages[name] = as_mapping(choice, training, inference)
+    return {
+        "text": "\n".join(texts),
+        "stages": stages,
+        "notes": list(notes),
+        "model": {"family": spec.family, "num_parameters": spec.num_parameters},
+    }

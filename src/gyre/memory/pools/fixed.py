@@ -1,0 +1,50 @@
+"""Fixed pool: a component that stays on one tier for good, host memory or disk, whatever the phase. In: its size. Out:
+what the ledger asks.
+
+Its owner brings parts of it to the device by itself (optimiser state that is streamed). Its bytes count once: on its
+tier. What visits the device lies in another component of the owner's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+from torch import Tensor
+
+from gyre.core.errors import InputError
+from gyre.core.records import Component, Tier, Usage
+
+
+class FixedPool:
+    """One component that does not move."""
+
+    def __init__(
+        self, name: str, tier: Literal["host", "disk"], *, size_bytes: int, held_bytes: Callable[[], int]
+    ) -> None:
+        """`held_bytes` measures what is really there."""
+        self.name, self.size_bytes, self._held_bytes = name, size_bytes, held_bytes
+        self.tier: Tier = tier
+        self.tiers: tuple[Tier, ...] = (tier,)
+
+    def component(self) -> Component:
+        return Component(name=self.name, size_bytes=self.size_bytes, tier=self.tier, tiers=self.tiers)
+
+    def measure(self) -> Usage:
+        held = {self.tier: self._held_bytes()}
+        return Usage(device_bytes=0, host_bytes=held.get("host", 0), disk_bytes=held.get("disk", 0))
+
+    def readable(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors that lie in it, as `StoragePool.readable`: they are where they always are."""
+        return dict(tensors)
+
+    def move(self, tier: Tier) -> None:
+        if tier != self.tier:
+            raise InputError(f"component {self.name} stays on tier '{self.tier}' (accepted: {self.tier})")
+
+    def keep_pages(self, keep: bool) -> None:
+        """Its pages stay anyway."""
+
+    def close(self) -> None:
+        """Its owner frees the bytes."""
+        self.size_bytes = 0

@@ -1,0 +1,306 @@
+"""Storage pool: the tensors of one component, moved as a whole between device, host, disk and nowhere.
+
+In: named tensors on one device. Out: the same tensors, same identity, with or without bytes under them: a pool frees
+and refills *storages* (`untyped_storage().resize_`), so Parameters, optimiser references and views stay valid. With a
+`driver` of virtual memory the addresses stay too, and captured CUDA graphs with them.
+While a pool is not on the device its tensors must not be touched. Not thread-safe: runs on the compute thread.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gyre.core.errors import InputError, MemoryBudgetError
+from gyre.core.records import Component, Tier, Usage
+from gyre.memory.pools.cuda_vmm import Driver, VirtualMemory, VirtualUsage, is_present
+from gyre.memory.pools.disk_file import DiskFile
+from gyre.memory.pools.fixed import FixedPool
+from gyre.memory.pools.host_buffer import HostBuffer
+from gyre.memory.pools.vmm_import import adopt
+
+ALL_TIERS: tuple[Tier, ...] = ("device", "host", "disk", "none")
+
+
+class StoragePool:
+    """One component, on the device at first; made of Parameters themselves rather than their `detach()`ed aliases.
+    "none" forgets the contents: it returns zero-filled, then `refill` runs. With a `driver` its storages move into
+    virtual memory at once, and everything that shares them must be among the tensors."""
+
+    def __init__(
+        self,
+        name: str,
+        tensors: Mapping[str, Tensor],
+        *,
+        tiers: tuple[Tier, ...] = ALL_TIERS,
+        folder: Path | None = None,
+        device: torch.device,
+        refill: Callable[[], None] | None = None,
+        driver: Driver | None = None,
+    ) -> None:
+        assert "device" in tiers and set(tiers) <= set(ALL_TIERS), tiers
+        if "disk" in tiers and folder is None:
+            tiers = tuple(tier for tier in tiers if tier != "disk")
+        self.name, self.tiers, self.device = name, tiers, device
+        self.tier: Tier = "device"
+        self._refill = refill
+        self._sharers = _group_by_storage(name, tensors, device)
+        self._storages = [sharers[0].untyped_storage() for sharers in self._sharers]
+        self._virtual: list[VirtualMemory] = adopt(name, self._storages, self._sharers, driver)  # under all, or none
+        self._sizes = [storage.nbytes() for storage in self._storages]
+        self._host: HostBuffer | None = None  # on the device too while pages are kept
+        self._keeps_pages = False
+        self._watched: list[weakref.ref] = []  # pages of every host buffer ever made here and not known to be dead
+        self._file = DiskFile(folder, name) if folder is not None else None
+        if self._file is not None:
+            self._file.remove()  # what a killed process left: a new pool has nothing on disk
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes when on the device; storages that several tensors share count once."""
+        return sum(self._sizes)
+
+    def component(self) -> Component:
+        return Component(name=self.name, size_bytes=self.size_bytes, tier=self.tier, tiers=self.tiers)
+
+    def measure(self) -> Usage:
+        """Bytes that exist now: of storages, of host pages that anything still holds, of the file."""
+        self._watched = [ref for ref in self._watched if ref() is not None]
+        usage = Usage(
+            device_bytes=sum(storage.nbytes() for storage in self._storages if is_present(storage)),
+            host_bytes=sum(len(pages) for ref in self._watched if (pages := ref()) is not None),
+            disk_bytes=self._file.size_bytes() if self._file is not None else 0,
+        )
+        if not self._virtual:
+            return usage
+        mapped_bytes = sum(memory.size_bytes for memory in self._virtual if memory.is_mapped)
+        return VirtualUsage(**asdict(usage), mapped_bytes=mapped_bytes)
+
+    def move(self, tier: Tier) -> None:
+        """Move the whole component. The source is let go only after the destination holds everything."""
+        if tier == self.tier:
+            return
+        self._check_move(tier)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # no kernel of any stream may still use the storages
+        if self.tier == "device" and not self._virtual:
+            self._make_resizable()
+        {"device": self._to_device, "host": self._to_host, "disk": self._to_disk, "none": lambda: None}[tier]()
+        left, self.tier = self.tier, tier
+        self._let_go(left)
+        self._settle_pages()
+        if left == "none" and self._refill is not None:
+            self._refill()
+
+    def readable(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors that lie in the component's storages, where their bytes are now, without a move: the tensors
+        themselves on the device, tensors over the pages on the host, tensors over the mapped file on disk. Valid until
+        the component moves or changes."""
+        assert self.tier != "none", f"{self.name} has no contents"
+        if self.tier == "device":
+            return {name: tensor.detach() for name, tensor in tensors.items()}
+        if self.tier == "disk":
+            assert self._file is not None
+            segments = self._file.map()
+        else:
+            segments = self._host_segments()
+        place = {storage._cdata: index for index, storage in enumerate(self._storages)}
+        return {name: _lay_out(t, segments[place[t.untyped_storage()._cdata]]) for name, t in tensors.items()}
+
+    def keep_pages(self, keep: bool) -> None:
+        """Whether host pages stay, pinned, when the component comes back from them to the device: pinning them anew
+        takes longer than the copy. Without it those that are there are freed."""
+        self._keeps_pages = keep
+        self._settle_pages()
+
+    def _check_move(self, tier: Tier) -> None:
+        if tier not in self.tiers:
+            raise InputError(
+                f"component {self.name} may not live on tier '{tier}' (accepted: {', '.join(self.tiers)})",
+                hint="" if tier != "disk" else "set memory.disk_folder to give components a disk tier",
+            )
+        if self.tier == "none" and tier != "device":
+            raise InputError(
+                f"component {self.name} was destroyed and has no contents to move to '{tier}' (accepted: device)",
+                hint="instantiate it on the device first",
+            )
+
+    def _to_device(self) -> None:
+        try:
+            self._make_device()
+            self._fill_device()
+        except BaseException as error:
+            self._free_device()
+            if isinstance(error, RuntimeError):  # torch has no common type for a failed allocation on CPU and CUDA
+                raise MemoryBudgetError(
+                    f"component {self.name} ({self.size_bytes} bytes) could not be placed on {self.device}: {error}",
+                    hint="lower the sizes of the phase or let another component leave the device",
+                ) from error
+            raise
+
+    def _make_device(self) -> None:
+        if self._virtual:
+            for memory in self._virtual:
+                memory.map()
+            return
+        for storage, size in zip(self._storages, self._sizes, strict=True):
+            storage.resize_(size)
+
+    def _fill_device(self) -> None:
+        segments = self._device_segments()
+        if self.tier == "none":
+            for segment in segments:
+                segment.zero_()
+        elif self.tier == "disk":
+            assert self._file is not None
+            self._file.read(segments)
+        else:
+            self._copy(self._host_segments(), segments)
+
+    def _to_host(self) -> None:
+        if self.size_bytes == 0:
+            return
+        if self._host is None:
+            self._host = HostBuffer(self.size_bytes, pin=self.device.type == "cuda", owner=f"component {self.name}")
+            self._watched.append(self._host.watch())
+        try:
+            if self.tier == "disk":
+                assert self._file is not None
+                self._file.read(self._host_segments())
+            else:
+                self._copy(self._device_segments(), self._host_segments())
+        except BaseException:
+            self._host = None
+            raise
+
+    def _to_disk(self) -> None:
+        assert self._file is not None
+        self._file.write(self._device_segments() if self.tier == "device" else self._host_segments())
+
+    def _let_go(self, tier: Tier) -> None:
+        if tier == "device":
+            self._free_device()
+        elif tier == "disk":
+            assert self._file is not None
+            self._file.remove()
+
+    def _settle_pages(self) -> None:
+        if not (self.tier == "host" or (self.tier == "device" and self._keeps_pages)):
+            self._host = None
+
+    def _free_device(self) -> None:
+        if self._virtual:
+            for memory in self._virtual:
+                if memory.is_mapped:
+                    memory.unmap()
+            return
+        for storage in self._storages:
+            storage.resize_(0)
+
+    def _make_resizable(self) -> None:
+        """Torch does not resize what NumPy has seen (`Tensor.numpy()`) or what was mapped from a file. Such a storage
+        is replaced by a copy under the pool's tensors; refused when anything else still holds it, since that would go
+        on with stale bytes."""
+        for index in range(len(self._storages)):
+            if self._storages[index].resizable():
+                continue
+            old = weakref.ref(self._storages[index])
+            copy = torch.UntypedStorage(self._sizes[index], device=self._storages[index].device)
+            self._set_storage(index, copy.copy_(self._storages[index]))
+            if (held := old()) is not None:
+                self._set_storage(index, held)
+                raise MemoryBudgetError(
+                    f"component {self.name}: {self._sizes[index]} bytes shared with NumPy or a file mapping are held "
+                    "by something outside the component, so they cannot leave the device",
+                    hint="give the pool the Parameters themselves; read bytes by numpy.from_dlpack, not Tensor.numpy()",
+                )
+
+    def _set_storage(self, index: int, storage: torch.UntypedStorage) -> None:
+        with torch.no_grad():
+            for tensor in self._sharers[index]:
+                tensor.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())  # pyright: ignore
+        self._storages[index] = storage
+
+    def _device_segments(self) -> list[Tensor]:
+        return [torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage) for storage in self._storages]
+
+    def _host_segments(self) -> list[Tensor]:
+        if self._host is None:
+            return [torch.empty(0, dtype=torch.uint8) for _ in self._sizes]
+        return list(self._host.bytes.split(self._sizes))
+
+    def _copy(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        for source, target in zip(sources, targets, strict=True):
+            target.copy_(source, non_blocking=True)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the caller frees the source next
+
+    def close(self) -> None:
+        """Forget the contents wherever they are, and the file."""
+        self._let_go(self.tier)
+        self.tier = "none"
+        self._settle_pages()
+
+
+def _lay_out(like: Tensor, segment: Tensor) -> Tensor:
+    """A tensor over the segment's bytes, shaped as `like` is over its own storage."""
+    if segment.storage_offset() % like.element_size():
+        segment = segment.clone()  # pages hold one segment after the other, of any sizes
+    offset = int(segment.storage_offset()) // like.element_size() + int(like.storage_offset())
+    bare = torch.empty(0, dtype=like.dtype)
+    return bare.set_(segment.untyped_storage(), offset, like.size(), like.stride())  # pyright: ignore
+
+
+def _group_by_storage(name: str, tensors: Mapping[str, Tensor], device: torch.device) -> list[list[Tensor]]:
+    sharers: dict[int, list[Tensor]] = {}
+    for key, tensor in tensors.items():
+        same = tensor.device.type == device.type and device.index in (None, tensor.device.index)
+        assert same, f"{name}: {key} is on {tensor.device}, its pool on {device}"
+        storage = tensor.untyped_storage()
+        assert is_present(storage) or not tensor.numel(), f"{name}: {key} has no bytes; it is off the device already"
+        sharers.setdefault(storage._cdata, []).append(tensor)  # the address of the storage object, not of its bytes
+    return list(sharers.values())
+
+
+class PoolTenant:
+    """The MemoryTenant of an owner whose components are pools. An owner holds one and forwards the three methods."""
+
+    def __init__(self, pools: Sequence[StoragePool | FixedPool]) -> None:
+        self._pools: dict[str, StoragePool | FixedPool] = {}
+        for pool in pools:
+            self.add(pool)
+
+    def add(self, pool: StoragePool | FixedPool) -> None:
+        assert pool.name not in self._pools, f"two components named {pool.name}"
+        self._pools[pool.name] = pool
+
+    def remove(self, name: str) -> None:
+        """Forget a component and its bytes."""
+        self._pools.pop(name).close()
+
+    def readable(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """See StoragePool.readable."""
+        return self._pools[name].readable(tensors)
+
+    def components(self) -> Sequence[Component]:
+        return [pool.component() for pool in self._pools.values()]
+
+    def move(self, names: Sequence[str], tier: Tier) -> None:
+        for name in names:
+            if name not in self._pools:
+                raise InputError(f"no component '{name}' (accepted: {', '.join(self._pools)})")
+        for name in names:
+            self._pools[name].move(tier)
+
+    def keep_pages(self, keep: bool) -> None:
+        """Whether components that come back from the host keep their pages there. See StoragePool.keep_pages."""
+        for pool in self._pools.values():
+            pool.keep_pages(keep)
+
+    def measure(self) -> Mapping[str, Usage]:
+        return {name: pool.measure() for name, pool in self._pools.items()}

@@ -1,0 +1,1 @@
+"""Checkpoint folders in hub layout: found, validated, read, written."""

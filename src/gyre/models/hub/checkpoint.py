@@ -1,0 +1,113 @@
+"""Checkpoint: the weights of a hub-layout folder under our names, read a run at a time. In: a folder or hub name.
+Out: a source of numbers, whose names and shapes were checked before any was read. Files are mapped: a run touches its
+own pages only.
+"""
+
+# N numbers of a run, R rows, C columns
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gyre.core.errors import InputError
+from gyre.models.hub.files import CONFIG_FILE, StoredTensor, find_folder, is_float, listed, open_tensors, read_json
+from gyre.models.names import HubEntry, hub_entries
+from gyre.models.spec import ModelSpec, spec_from_hub_config
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+class Checkpoint:
+    """Open until `close`. Has the shape of `weights.tensor_source.TensorSource`."""
+
+    def __init__(self, folder_or_name: str | Path) -> None:
+        """Open a folder, or a hub name (downloaded or cached), and check its whole list of names and shapes."""
+        folder = find_folder(folder_or_name)
+        self.origin = str(folder)
+        self.spec = spec_from_hub_config(read_json(folder / CONFIG_FILE))
+        entries = hub_entries(self.spec)
+        with ExitStack() as files:
+            self._tensors = open_tensors(folder, files)
+            check_names_and_shapes(entries, self._tensors, self.spec, self.origin)
+            self._files = files.pop_all()
+        self._parts: dict[str, list[HubEntry]] = {}
+        for entry in entries:
+            self._parts.setdefault(entry.name, []).append(entry)
+
+    def close(self) -> None:
+        self._tensors = {}
+        self._files.close()
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self.spec.parameter_shapes()
+
+    @torch.no_grad()
+    def read(self, name: str, start: int, stop: int, out_N: Tensor) -> None:
+        """Write numbers [start, stop) of a tensor of ours into `out_N`, from all hub tensors that it is fused of.
+        InputError if a repeated head of tied embeddings is another one there."""
+        for hub_name, first, last, at in self._cut(name, start, stop):
+            run_N = read_run(self._tensors[hub_name], first, last)
+            if hub_name == EMBEDDING and self.spec.tied and HEAD in self._tensors:
+                self._check_tied(run_N, read_run(self._tensors[HEAD], first, last))
+            out_N[at : at + last - first].copy_(run_N)
+
+    def _cut(self, name: str, start: int, stop: int) -> Iterator[tuple[str, int, int, int]]:
+        """(hub tensor, its run, where that run begins in what was asked for), for each part of ours."""
+        for entry in self._parts[name]:
+            columns = math.prod(entry.shape[1:])
+            low, high = entry.row_start * columns, entry.row_stop * columns
+            first, last = max(start, low), min(stop, high)
+            if first < last:
+                yield entry.hub_name, first - low, last - low, first - start
+
+    def _check_tied(self, embedding_N: Tensor, head_N: Tensor) -> None:
+        if not torch.equal(embedding_N, head_N):
+            raise InputError(
+                f"{self.origin}: config.json ties the head to the embedding, but {HEAD} differs from it",
+                hint="set tie_word_embeddings to false in config.json if the head was trained apart",
+            )
+
+
+def read_run(stored: StoredTensor, start: int, stop: int) -> Tensor:
+    """Numbers [start, stop) of a stored tensor, flat, by the rows that they lie in."""
+    columns = math.prod(stored.shape[1:])
+    first, last = start // columns, -(-stop // columns)
+    rows_RC = stored.read_rows(first, last)
+    return rows_RC.reshape(-1)[start - first * columns : stop - first * columns]
+
+
+def check_names_and_shapes(
+    entries: Iterable[HubEntry], tensors: Mapping[str, StoredTensor], spec: ModelSpec, origin: str
+) -> None:
+    wanted = {entry.hub_name: entry.shape for entry in entries}
+    if spec.tied and HEAD in tensors:
+        wanted[HEAD] = wanted[EMBEDDING]
+    faults = []
+    missing = [name for name in wanted if name not in tensors]
+    if missing:
+        faults.append(f"missing: {listed(missing)}")
+    extra = sorted(name for name in tensors if name not in wanted and not name.endswith("rotary_emb.inv_freq"))
+    if extra:
+        faults.append(f"not part of a {spec.family} model of this config: {listed(extra)}")
+    numbers = [f"{name} is {tensors[name].dtype}" for name in wanted if name in tensors and not is_float(tensors[name])]
+    if numbers:
+        faults.append(f"no floating-point weights, as quantised models have: {listed(numbers)}")
+    wrong = [
+        f"{name} is {list(tensors[name].shape)}, config.json says {list(shape)}"
+        for name, shape in wanted.items()
+        if name in tensors and tensors[name].shape != shape
+    ]
+    if wrong:
+        faults.append(f"of another shape: {listed(wrong)}")
+    if faults:
+        raise InputError(
+            f"checkpoint {origin} does not fit its config.json. " + ". ".join(faults),
+            hint="config.json and the weights must be of the same model; copy both again",
+        )

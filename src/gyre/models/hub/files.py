@@ -1,0 +1,88 @@
+"""Hub files: finds a checkpoint's folder and opens its files. In: a folder or hub name. Out: parsed config and readers
+of single tensors; what cannot be read is an InputError that says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from gyre.core.errors import InputError
+from gyre.core.jsonfile import read_json
+from gyre.models.hub.folders import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, find_folder
+from gyre.models.hub.schema import read_weight_map
+
+__all__ = ["CONFIG_FILE", "INDEX_FILE", "WEIGHTS_FILE", "find_folder", "open_file", "open_tensors", "read_json"]
+
+SCALAR_HEAD_FILE = "scalar_head.safetensors"
+SCALAR_HEAD_TENSOR = "scalar_head.weight"
+CHECKSUMS_FILE = "gyre_checksums.json"
+FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of the types that weights have
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """One tensor of an open file, read when asked."""
+
+    shape: tuple[int, ...]
+    dtype: str  # as safetensors names it
+    read: Callable[[], Tensor]
+    read_rows: Callable[[int, int], Tensor]  # [first, stop) of them; the rest of a mapped file is not touched
+
+
+def open_file(path: Path) -> Any:
+    if not path.is_file():
+        raise InputError(
+            f"{path} is not there, or is no regular file", hint="copy the folder again, with all its files"
+        )
+    try:
+        return safe_open(str(path), framework="pt", device="cpu")
+    except (OSError, SafetensorError) as fault:
+        raise InputError(
+            f"cannot read {path}: {fault}", hint="the file is missing, torn or no safetensors file; copy it again"
+        ) from fault
+
+
+def open_tensors(folder: Path, files: ExitStack) -> dict[str, StoredTensor]:
+    """Open one file or all shards; return their tensors by hub name."""
+    index_path = folder / INDEX_FILE
+    weight_map: Mapping[str, str] | None = None
+    if index_path.is_file():
+        weight_map = read_weight_map(index_path)
+    elif not (folder / WEIGHTS_FILE).is_file():
+        raise InputError(
+            f"{folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}",
+            hint="convert pickled weights first: AutoModelForCausalLM.from_pretrained(…).save_pretrained(…)",
+        )
+    names = sorted(set(weight_map.values())) if weight_map is not None else [WEIGHTS_FILE]
+    tensors: dict[str, StoredTensor] = {}
+    for name in names:
+        file = files.enter_context(open_file(folder / name))
+        for key in file.keys():  # noqa: SIM118  safe_open is no mapping
+            stored = file.get_slice(key)
+            tensors[key] = StoredTensor(
+                shape=tuple(stored.get_shape()),
+                dtype=str(stored.get_dtype()),
+                read=lambda file=file, key=key: file.get_tensor(key),
+                read_rows=lambda first, stop, stored=stored: stored[first:stop],
+            )
+    lost = sorted(name for name in weight_map or () if name not in tensors)
+    if lost:
+        raise InputError(f"{index_path} names tensors that its shards lack: {listed(lost)}")
+    return tensors
+
+
+def is_float(stored: StoredTensor) -> bool:
+    """Whether the numbers are of a type that is read as weights."""
+    return stored.dtype in FLOATS
+
+
+def listed(names: list[str], most: int = 8) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -1,0 +1,52 @@
+"""Model folders: finds a checkpoint's folder. In: a folder or hub name. Out: the folder. Imports no torch, so that a
+name that does not exist is refused at once.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gyre.core.errors import InputError
+from gyre.core.hub import hub_folder, is_hub_name, near_folders, refuse_unknown
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+HUB_PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+
+
+def find_folder(folder_or_name: str | Path) -> Path:
+    """Return a local folder with a config.json, fetching a hub name when it is no folder."""
+    folder = look_for_folder(folder_or_name)
+    if folder is None:
+        folder = hub_folder(str(folder_or_name), HUB_PATTERNS, what="model")
+        check_folder(folder)
+    return folder
+
+
+def look_for_folder(folder_or_name: str | Path) -> Path | None:
+    """Return the folder, or None for a hub name. InputError for what is neither."""
+    folder, name = Path(folder_or_name).expanduser(), str(folder_or_name)
+    if folder.is_dir():
+        check_folder(folder)
+        return folder
+    if "/" in name and is_hub_name(name) and not folder.exists():
+        return None
+    raise InputError(
+        f"model folder {name} {'is no folder' if folder.exists() else 'does not exist'}{near_folders(folder)}",
+        hint='give an existing folder, or a hub name "owner/model"',
+    )
+
+
+def refuse_missing(folder_or_name: str | Path) -> None:
+    """InputError for a folder that is not there, or a name that can be had from nowhere. Downloads nothing."""
+    if look_for_folder(folder_or_name) is None:
+        refuse_unknown(str(folder_or_name), "model")
+
+
+def check_folder(folder: Path) -> None:
+    if not (folder / CONFIG_FILE).is_file():
+        raise InputError(
+            f"{folder} has no {CONFIG_FILE}",
+            hint=f"a hub-layout folder holds {CONFIG_FILE} and {WEIGHTS_FILE} (or shards with {INDEX_FILE})",
+        )

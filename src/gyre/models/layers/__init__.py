@@ -1,0 +1,1 @@
+"""The decoder layer as fused autograd functions."""

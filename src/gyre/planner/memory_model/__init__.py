@@ -1,0 +1,1 @@
+"""Predicted bytes of each component and phase."""

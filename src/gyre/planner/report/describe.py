@@ -1,0 +1,146 @@
+"""Describe: a Choice as plain text tables and as a JSON-able mapping. Pure.
+
+In: a Choice, checklist lines. Out: text; a mapping.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from gyre.memory.errors import words
+from gyre.planner.memory_model.peaks import device_bytes_of
+from gyre.planner.report.checklist import Line
+from gyre.planner.report.explain import COLUMNS, NOTHING, table, wide_table
+from gyre.planner.search.candidates import Candidate
+from gyre.planner.search.search import Choice
+from gyre.planner.search.speed import FP8_GAIN, chunks_per_update, sent_bytes
+
+
+def describe(choice: Choice, training: Sequence[Line], inference: Sequence[Line], columns: int = COLUMNS) -> str:
+    """The whole choice for people."""
+    cluster, best = choice.cluster, choice.best
+    head = (
+        f"{cluster.gpus} × {cluster.gpu.name}: {best.layout.words()}\n"
+        f"  needs {words(best.device_bytes)} of {words(cluster.device_budget_bytes)} per GPU "
+        f"(92% of {words(cluster.gpu.device_bytes)}), at moment '{best.peak.name}'"
+    )
+    moments = ("for", *(moment.name for moment in best.moments))
+    parts = [
+        ("Memory per GPU by moment", wide_table(moments, _moment_rows(choice), columns)),
+        ("Time of one update, predicted", table(("what", "seconds", "why"), _time_rows(choice), columns)),
+        ("Why this layout", "\n".join(_fold(reason, columns, "  - ", "    ") for reason in reasons(choice))),
+        ("Training checklist", _checklist(training, columns)),
+        ("Inference checklist", _checklist(inference, columns)),
+    ]
+    return head + "\n\n" + "\n\n".join(f"{title}\n{text}" for title, text in parts) + "\n"
+
+
+def as_mapping(choice: Choice, training: Sequence[Line], inference: Sequence[Line]) -> dict[str, Any]:
+    """The same for programs."""
+    return {
+        "gpus": choice.cluster.gpus,
+        "gpu": choice.cluster.gpu.name,
+        "device_budget_bytes": choice.cluster.device_budget_bytes,
+        "host_budget_bytes_per_gpu": choice.cluster.host_budget_bytes,
+        "best": _candidate(choice, choice.best),
+        "next_best": [_candidate(choice, candidate) for candidate in choice.next_best],
+        "discarded": [_candidate(choice, candidate) for candidate in choice.discarded],
+        "reasons": reasons(choice),
+        "checklists": {
+            "training": [dataclasses.asdict(line) for line in training],
+            "inference": [dataclasses.asdict(line) for line in inference],
+        },
+    }
+
+
+def reasons(choice: Choice) -> list[str]:
+    """Why the best is the best: the faster ones that do not fit, then the ones that fit and are slower."""
+    best = choice.best
+    said = [f"{_took(best, choice)}, the fastest of those that fit: {best.layout.words()}"]
+    layout = best.layout
+    if layout.offload_optimizer != "none" or layout.offload_gradients or layout.offload_parameters:
+        said.append(f"{words(best.host_bytes)} of pinned host memory per GPU")
+    if best.disk_bytes:
+        said.append(f"{words(best.disk_bytes)} of disk per GPU, under memory.disk_folder")
+    if best.residency == "phase":
+        said.append(f"between phases {words(best.host_bytes)} per GPU park on the host")
+    for candidate in choice.discarded:
+        short = []
+        if candidate.short_device_bytes:
+            short.append(f"{words(candidate.short_device_bytes)} too little at moment '{candidate.peak.name}'")
+        if candidate.short_host_bytes:
+            short.append(f"{words(candidate.short_host_bytes)} of host memory too little")
+        said.append(f"{_took(candidate, choice)}, discarded: {candidate.layout.words()}: {' and '.join(short)}")
+    for candidate in choice.next_best:
+        said.append(
+            f"{_took(candidate, choice)}, {words(candidate.device_bytes)}, fits too: {candidate.layout.words()}"
+        )
+    return said
+
+
+def _took(candidate: Candidate, choice: Choice) -> str:
+    rate = choice.job.tokens_per_update / choice.cluster.gpus / candidate.time.seconds
+    return f"{candidate.time.seconds:.2f} s ({rate:,.0f} tokens/s per GPU)"
+
+
+def _moment_rows(choice: Choice) -> list[tuple[str, ...]]:
+    moments, layout = choice.best.moments, choice.best.layout
+    names = list(dict.fromkeys(name for moment in moments for name in moment.parts))
+    rows = [(name, *(words(m.parts[name]) if name in m.parts else NOTHING for m in moments)) for name in names]
+    rows.append(("allocated", *(words(moment.allocated_bytes) for moment in moments)))
+    rows.append(("with allocator and context", *(words(device_bytes_of(moment, layout)) for moment in moments)))
+    return rows
+
+
+def _time_rows(choice: Choice) -> list[tuple[str, ...]]:
+    job, best, gpu = choice.job, choice.best, choice.cluster.gpu
+    time, layout = best.time, best.layout
+    sent = ", ".join(f"{name} {words(size)}" for name, size in sent_bytes(job, layout).items()) or "nothing is sent"
+    sheet, fp8 = gpu.bf16_flops or gpu.fp16_flops, f", FP8 products × {FP8_GAIN}" if job.matmul == "fp8" else ""
+    chunks = chunks_per_update(job, layout)
+    pieces = f"{chunks} chunk{'s' if chunks > 1 else ''}"
+    rows = [
+        ("compute", time.compute_s, f"{gpu.training_share:.0%} of {sheet / 1e12:.0f} TFLOP/s{fp8}; {pieces}"),
+        ("computed again", time.again_s, "checkpointing, and logits by blocks"),
+        ("exposed communication", time.exposed_s, f"of {time.traffic_s:.3f} s: {sent}"),
+        ("optimiser and gradient sums", time.memory_s, "bound by device memory"),
+        ("offload", time.host_s, "copies of state to and from host or disk"),
+        ("switches", time.switch_s, "parking and waking between rollout and training"),
+    ]  # fmt: skip
+    return [(name, f"{seconds:.3f}", why) for name, seconds, why in rows if seconds]
+
+
+def _checklist(lines: Sequence[Line], columns: int) -> str:
+    """A state, a name and why."""
+    indent = " " * (2 + len("not built") + 2 + 2)
+    return "\n".join(_fold(f"{line.name}: {line.reason}", columns, f"  {line.state:<9}  ", indent) for line in lines)
+
+
+def _fold(text: str, columns: int, first: str, indent: str) -> str:
+    return textwrap.fill(text, columns, initial_indent=first, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def _candidate(choice: Choice, candidate: Candidate) -> dict[str, Any]:
+    layout = candidate.layout
+    return {
+        "layout": dataclasses.asdict(layout),
+        "residency": candidate.residency,
+        "running_per_gpu": candidate.running,
+        "seconds_per_update": candidate.time.seconds,
+        "time_s": dataclasses.asdict(candidate.time),
+        "tokens_per_s_per_gpu": choice.job.tokens_per_update / choice.cluster.gpus / candidate.time.seconds,
+        "sent_bytes": sent_bytes(choice.job, layout),
+        "device_bytes": candidate.device_bytes,
+        "host_bytes": candidate.host_bytes,
+        "disk_bytes": candidate.disk_bytes,
+        "short_device_bytes": candidate.short_device_bytes,
+        "short_host_bytes": candidate.short_host_bytes,
+        "peak": candidate.peak.name,
+        "moments": {
+            moment.name: {"allocated_bytes": moment.allocated_bytes, "parts": dict(moment.parts)}
+            for moment in candidate.moments
+        },
+    }

@@ -1,0 +1,1 @@
+"""Finds layouts that fit named GPUs, and how fast they should be."""

@@ -1,0 +1,1 @@
+"""Reads and compares short answers: numbers, units, options."""

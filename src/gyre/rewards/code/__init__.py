@@ -1,0 +1,1 @@
+"""Runs and judges tests of code."""

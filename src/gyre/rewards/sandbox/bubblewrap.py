@@ -1,0 +1,77 @@
+"""Bubble: the same walls put up by bubblewrap, for machines that let only `bwrap` make namespaces.
+
+In: limits and folders. Out: a command that starts a fresh Python inside, which runs this file as a script and becomes
+the program. Slower than the zygote's own namespaces, since nothing is warm.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from typing import Any
+
+from gyre.rewards.sandbox import kernel, program, rootfs, syscall_filter
+
+_PAYLOAD_FD, _STATUS_FD = 3, 4
+OWN_PROCESSES = 2  # bwrap outside and inside; they count among the run's
+_PACKAGE = "/gyre-jail"  # where the program's starter is shown
+_JAIL = os.path.dirname(os.path.abspath(__file__))
+_MASKED = ("/proc/sysrq-trigger", "/proc/kcore", "/proc/keys", "/proc/timer_list", "/proc/kmsg")
+
+
+def options(folders: list[str], *, staged: bool) -> list[str]:
+    """The walls as arguments of bwrap. `staged`: first bind what may be hidden from other users than root where every
+    user can reach it; then the caller may become one."""
+    inside = f"{_PACKAGE}/gyre/rewards/sandbox"
+    shown = rootfs.shown(folders)
+    links = {path: os.readlink(path) for path in shown if os.path.islink(path)}
+    own = [path for path in shown if path not in links and path in map(os.path.realpath, folders)]
+    sources = rootfs.stage([*own, _JAIL]) if staged else {}
+    words = ["bwrap", "--unshare-all", "--unshare-user", "--uid", "1000", "--gid", "1000", "--cap-drop", "ALL"]
+    words += ["--die-with-parent", "--new-session", "--hostname", "sandbox"]
+    for path in shown:
+        words += ["--symlink", links[path], path] if path in links else ["--ro-bind", sources.get(path, path), path]
+    words += ["--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys"]
+    for path in filter(os.path.exists, _MASKED):
+        words += ["--ro-bind", "/dev/null", path]
+    for path in rootfs.DEVICES:
+        words += ["--dev-bind", path, path]
+    for path, target in rootfs.LINKS.items():
+        words += ["--symlink", target, path]
+    return [*words, "--ro-bind", sources.get(_JAIL, _JAIL), inside]
+
+
+def command(words: list[str], limits: dict[str, Any]) -> list[str]:
+    """Arguments of bwrap for one program. The payload is open at 3 and the zygote's channel at 4."""
+    words = [*words, "--size", str(limits["file_bytes"]), "--tmpfs", rootfs.WORK, "--symlink", rootfs.WORK, "/tmp"]
+    words += ["--setenv", "PYTHONPATH", _PACKAGE, "--setenv", "HOME", rootfs.WORK, "--setenv", "TMPDIR", rootfs.WORK]
+    words += ["--remount-ro", "/", "--chdir", rootfs.WORK]
+    python = [sys.executable, "-S", "-s", "-P", "-B", f"{_PACKAGE}/gyre/rewards/sandbox/bubblewrap.py"]
+    return [*words, *python, json.dumps(limits)]
+
+
+def exit_code(code: int) -> int:
+    """bwrap ends with 128 + n where its program was ended by signal n."""
+    return 128 - code if code > 128 else code
+
+
+def main(limits: dict[str, Any]) -> None:
+    """Inside: set the limits that bwrap has no option for, then become the program."""
+    os.environ.pop("PYTHONPATH")
+    sys.path.remove(_PACKAGE)
+    kernel.forbid_new_privileges()
+    program.limit_for_all()
+    program.limit(limits, processes=limits["processes"])
+    stage = program.Stage(rootfs.WORK)
+    stage.set_up()
+    status = socket.socket(fileno=_STATUS_FD)
+    sockstat, work = os.open("/proc/self/net/sockstat", os.O_RDONLY), os.open(rootfs.WORK, os.O_PATH)
+    payload = program.prepare(_PAYLOAD_FD, stage)
+    program.announce(status, syscall_filter.CallFilter(), sockstat=sockstat, work=work)
+    program.run(payload, stage)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

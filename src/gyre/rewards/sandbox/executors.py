@@ -1,0 +1,277 @@
+"""Executors: start programs in the sandbox and bring back what came of them. In: Program, Limits. Out: ProgramResult.
+
+`Cell` owns one zygote (see sandbox.fork_server) and runs one program at a time, blocking: for worker processes. `Cells` is the
+asynchronous Sandbox of the contract: some cells, each behind a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import marshal
+import os
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Literal
+
+from gyre.core.errors import ConfigError
+from gyre.rewards.sandbox.records import Limits, Mode, Program, ProgramResult, classify
+
+Wish = Literal["strong", "weak", "auto"]
+
+_ISOLATION = {
+    "strong": "namespaces: no network, own read-only file system, own processes, no capabilities, listed calls",
+    "bubblewrap": "bubblewrap: no network, own read-only file system, own processes, no capabilities, listed calls",
+    "weak": "weak: limits and listed system calls only; network, files and user are shared with this machine",
+}
+_START_S = 20.0  # until a zygote has answered
+_SLACK_S = 20.0  # beyond the wall limit, until a zygote that does not answer is replaced; weak mode clears a disk
+_SEALS = 0x1 | 0x2 | 0x4 | 0x8  # F_SEAL_SEAL, SHRINK, GROW, WRITE: nobody changes the file any more
+
+
+class Unavailable(Exception):
+    """This machine does not let us isolate in the mode asked for."""
+
+
+class Cell:
+    """One zygote. Runs one program at a time; a zygote that dies is replaced at the next program."""
+
+    def __init__(self, mode: Mode) -> None:
+        self.mode: Mode = mode
+        self.note = ""
+        self._zygote: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+
+    def start(self) -> None:
+        """Start the zygote and wait until it is ready. Unavailable when the machine refuses."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-S", "-s", "-P", "-B", "-m", "gyre.rewards.sandbox.fork_server", self.mode]
+        with theirs:
+            self._zygote = subprocess.Popen(
+                [*command, str(theirs.fileno()), shutil.which("bwrap") or "", *_shown_folders()],
+                pass_fds=(theirs.fileno(),), env=_environment(), cwd="/", start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            )  # fmt: skip
+        self._socket = ours
+        ours.settimeout(_START_S)
+        try:
+            hello = _first_words(ours.recv(65536))
+        except TimeoutError:
+            hello = {"ok": False, "error": f"the zygote did not answer within {_START_S:g} s"}
+        if not hello["ok"]:
+            self.close()
+            raise Unavailable(hello["error"])
+        self.note = hello["note"]
+
+    def run(self, program: Program, *, limits: Limits) -> ProgramResult:
+        """Run one program in a fresh process. Never raises for what the program does."""
+        if self._socket is None:
+            try:
+                self.start()
+            except Unavailable as error:
+                return _failed(str(error))
+        assert self._socket is not None
+        payload = {"source": program.source, "argv": list(program.argv), "files": dict(program.files)}
+        inputs = [_sealed(marshal.dumps(payload)), _sealed(program.stdin.encode("utf-8", "replace"))]
+        out_read, out_write = os.pipe()
+        err_read, err_write = os.pipe()
+        try:
+            try:
+                request = marshal.dumps(asdict(limits))
+                socket.send_fds(self._socket, [request], [*inputs, out_write, err_write])
+            finally:
+                for fd in (*inputs, out_write, err_write):
+                    os.close(fd)
+            return self._follow(out_read, err_read, limits)
+        except OSError as error:  # the zygote has gone; the next program gets a new one
+            self.close()
+            return _failed(f"the zygote died: {error}")
+        finally:
+            os.close(out_read)
+            os.close(err_read)
+
+    def _follow(self, out_fd: int, err_fd: int, limits: Limits) -> ProgramResult:
+        """Collect output until the zygote says that the run is over: then every process of it is gone, and what its
+        pipes hold is taken without waiting for their end, which a socket that holds itself open would keep away."""
+        assert self._socket is not None
+        control = self._socket.fileno()
+        collected: dict[int, bytearray] = {out_fd: bytearray(), err_fd: bytearray()}
+        poll = select.poll()
+        for fd in (control, out_fd, err_fd):
+            poll.register(fd, select.POLLIN)
+        os.set_blocking(out_fd, False)
+        os.set_blocking(err_fd, False)
+        answer: dict | None = None
+        give_up_s = time.monotonic() + limits.wall_s + _SLACK_S
+        asked = False
+        while answer is None:
+            ready = {fd for fd, _ in poll.poll(max(give_up_s - time.monotonic(), 0.0) * 1000 + 1)}
+            if control in ready:
+                message = self._socket.recv(65536)
+                if not message:
+                    raise ConnectionResetError("it closed its socket")
+                answer = marshal.loads(message)
+            elif not ready and time.monotonic() >= give_up_s:
+                raise TimeoutError(f"no answer {_SLACK_S:g} s after the wall limit")
+            for fd in collected.keys() & ready:
+                if not _take(fd, collected[fd]):
+                    poll.unregister(fd)
+            over = sum(map(len, collected.values())) - limits.output_bytes
+            if over > 0 and answer is None and not asked:
+                self._socket.send(b"output")
+                asked = True
+            for kept in collected.values():
+                del kept[limits.output_bytes :]
+        for fd, kept in collected.items():
+            while len(kept) <= limits.output_bytes and _take(fd, kept):
+                pass
+            del kept[limits.output_bytes :]
+        return _result(answer, bytes(collected[out_fd]), bytes(collected[err_fd]), limits, flooded=asked)
+
+    def close(self) -> None:
+        """End the zygote and whatever it runs."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        if self._zygote is not None:
+            try:
+                self._zygote.wait(timeout=_SLACK_S)
+            except subprocess.TimeoutExpired:
+                self._zygote.kill()
+                self._zygote.wait()
+            self._zygote = None
+
+
+class Cells:
+    """The Sandbox of the contract: up to `in_flight` programs at a time, the others wait in order."""
+
+    def __init__(self, mode: Mode, *, in_flight: int = 2) -> None:
+        self.mode: Mode = mode
+        self.isolation = _ISOLATION[mode]
+        self._idle: SimpleQueue[Cell] = SimpleQueue()
+        self._cells = [Cell(mode) for _ in range(in_flight)]
+        for cell in self._cells:
+            self._idle.put(cell)
+        self._threads = ThreadPoolExecutor(in_flight, thread_name_prefix="sandbox")
+
+    async def run(self, program: Program, *, limits: Limits) -> ProgramResult:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._run, program, limits)
+
+    def _run(self, program: Program, limits: Limits) -> ProgramResult:
+        cell = self._idle.get()
+        try:
+            return cell.run(program, limits=limits)
+        finally:
+            self._idle.put(cell)
+
+    def close(self) -> None:
+        """Wait for running programs (each has a wall limit) and leave no process."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        for cell in self._cells:
+            cell.close()
+
+
+def choose_mode(wish: Wish, *, emit: Callable[..., None]) -> Mode:
+    """Try what the machine allows and say so: `sandbox.started`, or `sandbox.weak` where walls are missing.
+
+    "strong" raises ConfigError where the machine has no strong mode; "weak" does not try.
+    """
+    refusals: dict[str, str] = {}
+    for mode in ("strong", "bubblewrap") if wish != "weak" else ():
+        try:
+            note = _probe(mode)
+        except Unavailable as error:
+            refusals[mode] = str(error)
+            continue
+        isolation, counted = _ISOLATION[mode], bool(refusals)  # the second choice is a fallback
+        emit("sandbox.started", mode=mode, isolation=isolation, note=note, refused=refusals, counted=counted)
+        return mode
+    said = "; ".join(f"{mode}: {why}" for mode, why in refusals.items())
+    if wish == "strong":
+        raise ConfigError(
+            f'rewards.sandbox = "strong", but this machine refuses the isolation ({said})',
+            hint="allow unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone = 1, or the AppArmor "
+            'setting kernel.apparmor_restrict_unprivileged_userns = 0), install bubblewrap, or set sandbox = "auto" '
+            "to run programs without network and file system isolation",
+        )
+    emit("sandbox.weak", mode="weak", isolation=_ISOLATION["weak"], reason=said or 'rewards.sandbox = "weak"')
+    return "weak"
+
+
+def _probe(mode: Mode) -> str:
+    """Start a cell, run one empty program in it, and return the zygote's note."""
+    if mode == "bubblewrap" and shutil.which("bwrap") is None:
+        raise Unavailable("bwrap is not installed")
+    cell = Cell(mode)
+    try:
+        cell.start()
+        result = cell.run(Program(source="print('ready')"), limits=Limits())
+        if result.outcome != "ok":
+            raise Unavailable(f"a first program ended as {result.outcome}: {result.detail or result.stderr[-300:]}")
+        return cell.note
+    finally:
+        cell.close()
+
+
+def _shown_folders() -> list[str]:
+    """Where Python itself lives."""
+    return sorted({sys.base_prefix, sys.base_exec_prefix, os.path.dirname(os.__file__)})
+
+
+def _environment() -> dict[str, str]:
+    """All that programs see of the environment; hashes are fixed so that a program prints the same each time."""
+    package = str(Path(__file__).resolve().parents[3])
+    path = "/usr/local/bin:/usr/bin:/bin"
+    return {"PATH": path, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "PYTHONPATH": package}
+
+
+def _first_words(message: bytes) -> dict:
+    return marshal.loads(message) if message else {"ok": False, "error": "the zygote died while starting"}
+
+
+def _sealed(data: bytes) -> int:
+    """An open file in memory with this content, at its beginning, that no one can change."""
+    fd = os.memfd_create("program", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    left = memoryview(data)
+    while left:
+        left = left[os.write(fd, left) :]
+    os.lseek(fd, 0, os.SEEK_SET)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    return fd
+
+
+def _take(fd: int, into: bytearray) -> bool:
+    """Read what is there. False at the end of the pipe, and when it is empty."""
+    try:
+        data = os.read(fd, 65536)
+    except BlockingIOError:
+        return False
+    into += data
+    return bool(data)
+
+
+def _result(answer: dict, out: bytes, err: bytes, limits: Limits, *, flooded: bool) -> ProgramResult:
+    stdout, stderr = out.decode("utf-8", "replace"), err.decode("utf-8", "replace")
+    reason = "output" if flooded else answer["reason"]
+    outcome, detail = classify(
+        answer["code"], reason, stderr, error=answer["error"], cpu_s=answer["cpu_s"], limits=limits
+    )
+    exit_code = answer["code"] if answer["code"] >= 0 and reason is None else None
+    return ProgramResult(
+        outcome=outcome, stdout=stdout, stderr=stderr, exit_code=exit_code,
+        wall_s=answer["wall_s"], cpu_s=answer["cpu_s"], detail=detail,
+        refused_calls=answer["refused"],
+    )  # fmt: skip
+
+
+def _failed(why: str) -> ProgramResult:
+    return ProgramResult(outcome="failed", stdout="", stderr="", exit_code=None, wall_s=0.0, cpu_s=0.0, detail=why)

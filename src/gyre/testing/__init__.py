@@ -1,1 +1,0 @@
-"""Fakes that satisfy the contracts; usable from configs as kind = "fake"."""

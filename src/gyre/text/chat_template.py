@@ -1,0 +1,146 @@
+"""Chat templates: programs from model folders, rendered in a process of their own. In: a template, conversations.
+Out: their text, or an InputError that names the template's file.
+
+A template is code that others wrote. jinja2's sandbox keeps it from files and processes, and bounds neither time nor
+memory; the process (`template_child`) does, and is ended when a template passes its limits. It starts with the first
+conversation and ends with its `ChatTemplate`, or with this process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gyre.core.errors import ConfigError, InputError
+from gyre.text.chat_template_child import HEADER
+
+CPU_LIMIT_S = 1.5  # per call; templates of published models take below a millisecond for a conversation
+WALL_LIMIT_S = 60.0  # for a machine that gives the process no CPU
+EXTRA_CHARS = 1 << 20  # that a template may write beside four times what it was given
+RESERVED = ("messages", "add_generation_prompt", "chat_template", "tokenize", "continue_final_message", "return_dict")
+ADVICE = (
+    "some models take no system message or need user and assistant to alternate (see data.system); a template that is "
+    'broken can be avoided: data.template = "{prompt}", with tokenizer.end_token'
+)
+
+Messages = Sequence[Mapping[str, str]]
+
+
+class ChatTemplate:
+    """One template of one model folder. Callers may be in several threads; one is served at a time."""
+
+    def __init__(self, source: str, variables: Mapping[str, Any], *, where: str) -> None:
+        """`variables` are the special tokens by name; `where` is the file that the template came from."""
+        self.source, self.where = source, where
+        self._variables = dict(variables)
+        self._lock = threading.Lock()
+        self._child: _Child | None = None
+
+    def render(
+        self, conversations: Sequence[Messages], options: Mapping[str, Any], *, generation_prompt: bool = True
+    ) -> list[str]:
+        """Return the text of each conversation, up to where the model speaks with `generation_prompt`. Several at once
+        cost less than one by one; the CPU limit is for all of them."""
+        for name in RESERVED:
+            if name in options:
+                raise ConfigError(
+                    f"data.template_options.{name}: gyre sets this itself", hint="leave it out of data.template_options"
+                )
+        turns = [[dict(message) for message in messages] for messages in conversations]
+        num_chars = sum(len(value) for messages in turns for message in messages for value in message.values())
+        variables = {"tools": None, "documents": None, **self._variables, **options}
+        request = {
+            "variables": variables | {"add_generation_prompt": generation_prompt},
+            "conversations": turns,
+            "max_chars": 4 * num_chars + EXTRA_CHARS,
+            "cpu_s": CPU_LIMIT_S,
+        }
+        with self._lock:
+            if self._child is None:
+                self._start()
+            return self._ask(request)
+
+    def close(self) -> None:
+        """End the process. The next `render` starts another one."""
+        with self._lock:
+            if self._child is not None:
+                self._child.stop()
+                self._child = None
+
+    def _start(self) -> None:
+        self._child = _Child()
+        weakref.finalize(self, self._child.stop)
+        self._ask({"path": [path for path in sys.path if path], "template": self.source, "cpu_s": CPU_LIMIT_S})
+
+    def _ask(self, request: Mapping[str, Any]) -> list[str]:
+        assert self._child is not None
+        try:
+            answer = self._child.ask(json.dumps(request, default=str).encode())
+            reason = answer.get("error")
+        except (OSError, EOFError) as fault:  # TimeoutError is an OSError
+            reason, answer = self._child.why_gone(fault), {}
+        except BaseException:  # Ctrl-C amid an exchange: what comes next would be its answer
+            self._child.stop()
+            self._child = None
+            raise
+        if reason is not None:
+            self._child.stop()
+            self._child = None
+            raise InputError(f"the chat template in {self.where} refused the conversation: {reason}", hint=ADVICE)
+        return answer["texts"]
+
+
+class _Child:
+    """The process and the socket to it."""
+
+    def __init__(self) -> None:
+        self._link, theirs = socket.socketpair()
+        self._link.settimeout(WALL_LIMIT_S)
+        script = str(Path(__file__).with_name("template_child.py"))
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-S", "-P", script, str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONHASHSEED": "0"},
+            )
+
+    def ask(self, request: bytes) -> dict[str, Any]:
+        """Return the answer. OSError or EOFError when the process is gone or late."""
+        self._link.sendall(HEADER.pack(len(request)))
+        self._link.sendall(request)
+        size = HEADER.unpack(self._read(HEADER.size))[0]
+        return json.loads(self._read(size))
+
+    def why_gone(self, fault: Exception) -> str:
+        if isinstance(fault, TimeoutError):
+            return f"it gave no answer in {WALL_LIMIT_S:g} s"
+        code = self._process.wait()
+        if code == -signal.SIGPROF:
+            return f"it took more than {CPU_LIMIT_S:g} s of CPU time"
+        return f"its process ended with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
+
+    def stop(self) -> None:
+        self._link.close()
+        self._process.kill()
+        self._process.wait()
+
+    def _read(self, size: int) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            piece = self._link.recv(min(1 << 20, size - len(data)))
+            if not piece:
+                raise EOFError
+            data += piece
+        return bytes(data)

@@ -1,0 +1,69 @@
+"""Detokeniser: tokens that arrive one by one become text that never changes once given out.
+
+In: ids. Out: new stable text; a character whose bytes are not all there is held back. The pieces given out, `flush` included, join to exactly `Tokenizer.decode` of all ids.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Sequence
+
+from gyre.text.tokenizer import Tokenizer
+
+_MAX_HELD_TOKENS = 4  # a UTF-8 character has at most 4 bytes, a byte token at least one of them
+
+
+class Detokeniser:
+    """Text of one completion, incrementally."""
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        # Byte-level vocabularies are exact by a table. Others (sentencepiece) decode a window of recent tokens, since
+        # what a token adds may depend on the one before it.
+        self._bytes = codecs.getincrementaldecoder("utf-8")("replace") if tokenizer.is_byte_level else None
+        self._ids: list[int] = []
+        self._start = 0  # window of the sentencepiece way: ids[start:given] have been given out
+        self._given = 0
+
+    def push(self, ids: Iterable[int]) -> str:
+        """Take further ids; return the text that is certain now and was not before."""
+        if self._bytes is None:
+            self._ids += [int(i) for i in ids if not self._skips(int(i))]
+            return self._window(final=False)
+        pieces = (self._tokenizer.piece_bytes(int(i)) for i in ids if not self._skips(int(i)))
+        return self._bytes.decode(b"".join(pieces))
+
+    def flush(self) -> str:
+        """Return what was held back; an unfinished character becomes U+FFFD. Ends the text."""
+        if self._bytes is None:
+            return self._window(final=True)
+        return self._bytes.decode(b"", final=True)
+
+    def _skips(self, token_id: int) -> bool:
+        return self._skip_special and self._tokenizer.is_special(token_id)
+
+    def _window(self, *, final: bool) -> str:
+        given = self._tokenizer.decode(self._ids[self._start : self._given])
+        text = self._tokenizer.decode(self._ids[self._start :])
+        unfinished = text.endswith("\ufffd") and len(self._ids) - self._given <= _MAX_HELD_TOKENS
+        if unfinished and not final:
+            return ""
+        self._start, self._given = self._given, len(self._ids)
+        return text[len(given) :]
+
+
+class StopMatcher:
+    """Finds stop strings in text that arrives in pieces. A pure function of the joined text."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stop for stop in stops if stop)
+        self._keep = max((len(stop) for stop in self._stops), default=1) - 1
+        self._tail = ""
+
+    def push(self, text: str) -> str | None:
+        """Take further text; return the stop string that ends first in it, the longest of those, or None."""
+        window = self._tail + text
+        ends = [(window.find(stop) + len(stop), -len(stop), stop) for stop in self._stops if stop in window]
+        self._tail = window[-self._keep :] if self._keep else ""
+        return min(ends)[2] if ends else None

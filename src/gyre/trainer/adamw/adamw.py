@@ -1,0 +1,120 @@
+"""AdamW of spans of numbers, in place. In: weights, summed gradient and moments, the numbers of one update. Out: the
+same tensors, changed.
+"""
+
+# N numbers of a span, B blocks of them
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gyre.kernels.dispatch import load_adamw
+from gyre.kernels.float8 import Amax
+from gyre.trainer.adamw.blocks import BLOCK
+
+BLOCK_CPU = 1 << 17  # numbers per pass: five buffers of a block stay in the caches between the passes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Numbers that this rank updates: views of one length, at `first` of the rank's flat state. Moments are float32, or
+    uint8 codes with a scale for each block."""
+
+    first: int
+    weight_N: Tensor
+    grad_N: Tensor
+    exp_avg_N: Tensor
+    exp_avg_sq_N: Tensor
+    decays: bool
+    exp_avg_scale_B: Tensor | None = None  # of each block: the moments are codes then
+    exp_avg_sq_scale_B: Tensor | None = None
+    amax: Amax | None = None  # of the new weights, where somebody asks; whoever writes them may find it
+
+    @property
+    def last(self) -> int:
+        return self.first + len(self.weight_N)
+
+    def part(self, first: int, last: int) -> Span:
+        """Numbers [first, last) of the state, which lie in the span; whole blocks, if the moments are codes."""
+        at = slice(first - self.first, last - self.first)
+        blocks = slice(at.start // BLOCK, at.stop // BLOCK)
+        return Span(
+            first=first,
+            weight_N=self.weight_N[at],
+            grad_N=self.grad_N[at],
+            exp_avg_N=self.exp_avg_N[at],
+            exp_avg_sq_N=self.exp_avg_sq_N[at],
+            decays=self.decays,
+            exp_avg_scale_B=None if self.exp_avg_scale_B is None else self.exp_avg_scale_B[blocks],
+            exp_avg_sq_scale_B=None if self.exp_avg_sq_scale_B is None else self.exp_avg_sq_scale_B[blocks],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numbers:
+    """Of one update. The gradient is multiplied by `grad_scale` first; `num_updates` counts this one."""
+
+    learning_rate: float
+    grad_scale: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    num_updates: int
+
+
+UpdateSpans = Callable[[Sequence[Span], Numbers], None]
+
+
+def update_spans(spans: Sequence[Span], numbers: Numbers) -> None:
+    """One update of weights and moments; the gradients are zero afterwards. On one device."""
+    if not spans:
+        return
+    device = spans[0].weight_N.device
+    fused = load_adamw(device)
+    if fused is not None:
+        _by_kernel(fused, spans, numbers)
+        return
+    for span in spans:
+        size = len(span.weight_N)
+        block = BLOCK_CPU if device.type == "cpu" else size
+        for start in range(0, size, max(1, block)):
+            update_block(span.part(span.first + start, span.first + min(start + block, size)), numbers)
+
+
+def _by_kernel(fused: Callable[..., Tensor | None], spans: Sequence[Span], numbers: Numbers) -> None:
+    """All spans by one launch."""
+    largest_P = fused(
+        [(span.weight_N, span.grad_N, span.exp_avg_N, span.exp_avg_sq_N) for span in spans],
+        [span.decays for span in spans],
+        learning_rate=numbers.learning_rate,
+        grad_scale=numbers.grad_scale,
+        betas=numbers.betas,
+        eps=numbers.eps,
+        weight_decay=numbers.weight_decay,
+        num_updates=numbers.num_updates,
+        find_largest=any(span.amax is not None for span in spans),
+    )
+    for span, largest in zip(spans, () if largest_P is None else largest_P.unbind(), strict=largest_P is not None):
+        if span.amax is not None:
+            span.amax.found = largest
+
+
+def update_block(span: Span, numbers: Numbers) -> None:
+    """Same order of operations as torch.optim.AdamW. The gradient's place serves as scratch and is left zero."""
+    (beta1, beta2), rate, count = numbers.betas, numbers.learning_rate, numbers.num_updates
+    weight_N, grad_N, exp_avg_N, exp_avg_sq_N = span.weight_N, span.grad_N, span.exp_avg_N, span.exp_avg_sq_N
+    if numbers.grad_scale != 1.0:
+        grad_N.mul_(numbers.grad_scale)
+    if numbers.weight_decay and span.decays:
+        weight_N.mul_(1.0 - rate * numbers.weight_decay)
+    exp_avg_N.lerp_(grad_N, 1.0 - beta1)
+    exp_avg_sq_N.mul_(beta2).addcmul_(grad_N, grad_N, value=1.0 - beta2)
+    torch.sqrt(exp_avg_sq_N, out=grad_N)
+    grad_N.div_(math.sqrt(1.0 - beta2**count)).add_(numbers.eps)
+    weight_N.addcdiv_(exp_avg_N, grad_N, value=-rate / (1.0 - beta1**count))
+    grad_N.zero_()

@@ -1,0 +1,142 @@
+"""AdamW of spans whose moments are codes of 8 bits, by the library bitsandbytes. In: Spans with scales. Out: the same
+tensors, changed. Serves trainer.optim.flat in place of `trainer.adamw.adamw.update_spans`; trainer.roles.trained_model makes it.
+
+Codes are those of block-wise dynamic quantisation (Dettmers et al., "8-bit Optimizers via Block-wise Quantization",
+arXiv 2110.02861): a number is map[code] × scale, and the scale the largest number of its block. On a GPU the library's
+kernel decodes, updates and encodes in one pass. On a CPU torch's operations do, the oracle of the kernel, with
+the library's maps: its own encoder for CPUs tells no numbers below 3e-5 of the scale apart, and makes 2e-5 of a zero.
+"""
+
+# N numbers of a span, B blocks of them, K numbers of a block
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from gyre.core.errors import ConfigError
+from gyre.trainer.adamw.adamw import BLOCK_CPU, Numbers, Span, update_block, update_spans
+from gyre.trainer.adamw.blocks import BLOCK
+from gyre.trainer.adamw.codec_8bit import Codec
+
+NUMBERS_GPU = 1 << 30  # at a time: the kernel counts in 32 bits
+TRIAL_BLOCKS, TRIAL_UPDATES, TRIAL_RATE = 64, 4, 1e-3
+TRIAL_BOUND = 0.02  # of a learning rate: codes at the edge between two, and the kernel's quick powers
+FOUR_BIT = "bitsandbytes.backends.cpu.ops"
+DEFAULT = 'set trainer.moments = "float32"'
+
+
+class CodedUpdate:
+    """An UpdateSpans. Spans of float32 moments go to `update_spans`."""
+
+    def __init__(self, device: torch.device) -> None:
+        """ConfigError without the library, or where its kernel does not work on the device."""
+        logging.getLogger(FOUR_BIT).setLevel(logging.ERROR)  # misses kernels there that nobody here asks for
+        try:
+            from bitsandbytes import functional  # here, since it takes seconds and few runs need it
+        except ImportError as error:
+            raise ConfigError(
+                f'trainer.moments = "8_bit" needs the package bitsandbytes, which cannot be imported: {error}',
+                hint=f"install the extra with: pip install 'gyre-rl[moments]'   (or {DEFAULT})",
+            ) from error
+        self._kernel = functional.optimizer_update_8bit_blockwise
+        self._map, self._map_sq = (functional.create_dynamic_map(signed=signed).to(device) for signed in (True, False))
+        self._codec, self._codec_sq = Codec(self._map), Codec(self._map_sq)
+        if device.type == "cuda":
+            self._try_kernel(device)
+
+    def __call__(self, spans: Sequence[Span], numbers: Numbers) -> None:
+        """One update of weights and moments; the gradients are zero afterwards."""
+        for span in spans:
+            if span.exp_avg_scale_B is not None:
+                self._update(span, numbers)
+        update_spans([span for span in spans if span.exp_avg_scale_B is None], numbers)
+
+    def _update(self, span: Span, numbers: Numbers) -> None:
+        device, step, update = span.weight_N.device, BLOCK_CPU, self.by_torch
+        if device.type == "cuda":
+            assert torch.cuda.current_stream(device) == torch.cuda.default_stream(device), (
+                "where the kernel is launched"
+            )
+            step, update = NUMBERS_GPU, self.by_kernel
+        for first in range(span.first, span.last, step):
+            update(span.part(first, min(first + step, span.last)), numbers)
+
+    def by_kernel(self, span: Span, numbers: Numbers) -> None:
+        """The library's. Weights decay before it, as torch.optim.AdamW's do: the kernel would do it after."""
+        (beta1, beta2), rate = numbers.betas, numbers.learning_rate
+        assert span.exp_avg_scale_B is not None and span.exp_avg_sq_scale_B is not None
+        if numbers.weight_decay and span.decays:
+            span.weight_N.mul_(1.0 - rate * numbers.weight_decay)
+        self._kernel(
+            "adam", span.grad_N, span.weight_N, span.exp_avg_N, span.exp_avg_sq_N, beta1, beta2, 0.0, 0.0, numbers.eps,
+            numbers.num_updates, rate, self._map, self._map_sq, span.exp_avg_scale_B, span.exp_avg_sq_scale_B,
+            weight_decay=0.0, gnorm_scale=numbers.grad_scale,
+        )  # fmt: skip
+        _keep_from_zero(span.exp_avg_sq_N, span.exp_avg_sq_scale_B)
+        span.grad_N.zero_()
+
+    def by_torch(self, span: Span, numbers: Numbers) -> None:
+        """The same, with float32 moments of the whole span beside it for a while."""
+        assert span.exp_avg_scale_B is not None and span.exp_avg_sq_scale_B is not None
+        exp_avg_N = self._codec.decode(span.exp_avg_N, span.exp_avg_scale_B)
+        exp_avg_sq_N = self._codec_sq.decode(span.exp_avg_sq_N, span.exp_avg_sq_scale_B)
+        wide = replace(
+            span, exp_avg_N=exp_avg_N, exp_avg_sq_N=exp_avg_sq_N, exp_avg_scale_B=None, exp_avg_sq_scale_B=None
+        )
+        update_block(wide, numbers)
+        self._codec.encode(exp_avg_N, span.exp_avg_N, span.exp_avg_scale_B)
+        self._codec_sq.encode(exp_avg_sq_N, span.exp_avg_sq_N, span.exp_avg_sq_scale_B)
+        _keep_from_zero(span.exp_avg_sq_N, span.exp_avg_sq_scale_B)
+
+    def _try_kernel(self, device: torch.device) -> None:
+        """ConfigError unless the kernel runs and agrees with torch's operations."""
+        generator = torch.Generator(device).manual_seed(0)
+        spans = [_blank(TRIAL_BLOCKS, device) for _ in range(2)]
+        try:
+            for count in range(1, TRIAL_UPDATES + 1):
+                grad_N = torch.randn(TRIAL_BLOCKS * BLOCK, device=device, generator=generator)
+                numbers = Numbers(
+                    learning_rate=TRIAL_RATE, grad_scale=0.5, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0,
+                    num_updates=count,
+                )  # fmt: skip
+                for span, update in zip(spans, (self.by_kernel, self.by_torch), strict=True):
+                    span.grad_N.copy_(grad_N)
+                    update(span, numbers)
+        except RuntimeError as error:
+            raise ConfigError(
+                f'trainer.moments = "8_bit": bitsandbytes does not work on {device}: {error}',
+                hint=f"install a build of it for this GPU and CUDA version, or {DEFAULT}",
+            ) from error
+        apart = float((spans[0].weight_N - spans[1].weight_N).abs().max()) / TRIAL_RATE
+        if not apart <= TRIAL_BOUND * TRIAL_UPDATES:
+            raise ConfigError(
+                f'trainer.moments = "8_bit": on {device} bitsandbytes is {apart:.3g} learning rates from AdamW after '
+                f"{TRIAL_UPDATES} updates, at most {TRIAL_BOUND * TRIAL_UPDATES:g} are accepted",
+                hint=f"try another version of it, or {DEFAULT}",
+            )
+
+
+def _keep_from_zero(codes_sq_N: Tensor, scale_sq_B: Tensor) -> None:
+    """Leave the code of zero to blocks of zeros. A small second moment that is rounded to zero makes the next update a
+    leap, since its root divides a first moment that is not zero."""
+    codes_sq_BK, least_B = codes_sq_N.view(-1, BLOCK), (scale_sq_B > 0).to(torch.uint8)
+    torch.maximum(codes_sq_BK, least_B.unsqueeze(1), out=codes_sq_BK)
+
+
+def _blank(num_blocks: int, device: torch.device) -> Span:
+    size = num_blocks * BLOCK
+    return Span(
+        first=0,
+        weight_N=torch.zeros(size, device=device),
+        grad_N=torch.zeros(size, device=device),
+        exp_avg_N=torch.zeros(size, dtype=torch.uint8, device=device),
+        exp_avg_sq_N=torch.zeros(size, dtype=torch.uint8, device=device),
+        exp_avg_scale_B=torch.zeros(num_blocks, device=device),
+        exp_avg_sq_scale_B=torch.zeros(num_blocks, device=device),
+        decays=True,
+    )

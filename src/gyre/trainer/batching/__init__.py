@@ -1,0 +1,1 @@
+"""From a batch of sequences to packed micro-batches."""

@@ -1,0 +1,153 @@
+"""Batches: from unpacked sequences to the updates of one epoch. In: a batch's sequences, config, a seed.
+Out: an EpochPlan of updates, each a list of this rank's chunks and one denominator. Every rank plans the whole batch alike and lays out only its own chunks.
+
+Sequences without a target leave here: they teach nothing and count in no denominator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from gyre.core.records import TrainSequence
+from gyre.core.seeds import derive_seed
+from gyre.objectives.api import AnyObjective, denominator, is_pairwise
+from gyre.trainer.batching.microbatch import Chunk, blank_chunk, build_chunk, gather_columns, target_mask
+from gyre.trainer.batching.packing import Atom, Plan, make_atoms, pack, split_updates
+from gyre.trainer.config import TrainerConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """One optimiser update."""
+
+    chunks: tuple[Chunk, ...]  # of this rank; as many as on every other rank, blank ones where there is no work
+    denominator: float  # of the loss summed over all ranks; > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochPlan:
+    """One pass over a batch. The numbers count all ranks."""
+
+    updates: tuple[Update, ...]
+    num_tokens: int
+    num_targets: int
+    num_left_out: int  # sequences without a target
+    num_oversized: int  # chunks above tokens_per_chunk, each for one long sequence or pair
+    fewest_atoms: int  # sequences or pairs of the smallest update
+    padding_share: float  # part of the chunks' fixed length that holds no token
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        return tuple(chunk for update in self.updates for chunk in update.chunks)
+
+    def with_columns(self, sequences: Sequence[TrainSequence], names: Collection[str]) -> EpochPlan:
+        """The same plan with columns on its chunks; index tensors are shared."""
+        updates = tuple(
+            replace(update, chunks=tuple(gather_columns(chunk, sequences, names) for chunk in update.chunks))
+            for update in self.updates
+        )
+        return replace(self, updates=updates)
+
+
+class Planner:
+    """Plans epochs. On a CPU the last plan is remembered, so that the passes and the step of one batch share it."""
+
+    def __init__(
+        self,
+        *,
+        objective: AnyObjective,
+        config: TrainerConfig,
+        seed: int,
+        vocab_size: int,
+        device: torch.device,
+        emit: Callable[..., None],
+        rank: int = 0,
+        num_ranks: int = 1,
+    ) -> None:
+        self._rank, self._num_ranks = rank, num_ranks
+        self._objective, self._config, self._seed = objective, config, seed
+        self._vocab_size, self._device, self._emit = vocab_size, device, emit
+        self._last: tuple[tuple[int, int], tuple[TrainSequence, ...], EpochPlan] | None = None
+
+    def plan(self, sequences: Sequence[TrainSequence], step: int, epoch: int) -> EpochPlan:
+        """Split into updates, pack each, lay out index tensors. Depends on the batch, the step and the epoch only."""
+        if self._last is not None and self._last[0] == (step, epoch) and _same_layout(self._last[1], sequences):
+            return self._last[2]
+        plan = self._fresh(sequences, derive_seed(self._seed, "updates", step, epoch))
+        if plan.num_oversized:
+            limit = self._config.tokens_per_chunk
+            self._emit("trainer.oversized_chunks", step=step, chunks=plan.num_oversized, tokens_per_chunk=limit)
+        if plan.updates and plan.fewest_atoms < self._num_ranks:
+            self._emit("trainer.idle_ranks", step=step, items=plan.fewest_atoms, ranks=self._num_ranks)
+        if self._device.type == "cpu":  # on a GPU these bytes would belong to no component
+            self._last = ((step, epoch), tuple(sequences), plan)
+        return plan
+
+    def forget(self) -> None:
+        self._last = None
+
+    def whole(self, sequences: Sequence[TrainSequence], vocab_size: int) -> tuple[Chunk, ...]:
+        """Pack every sequence of a batch, for a pass that reads whole sequences rather than targets."""
+        atoms = make_atoms([len(sequence.tokens) for sequence in sequences], [-1] * len(sequences))
+        return self._chunks(sequences, atoms, pairwise=False, vocab_size=vocab_size)[0]
+
+    def _fresh(self, sequences: Sequence[TrainSequence], seed: int) -> EpochPlan:
+        # Online DPO asks for reference log-probs of whole groups, before any of it is paired.
+        pairwise = is_pairwise(self._objective) and any(sequence.pair_id >= 0 for sequence in sequences)
+        targets = [int(target_mask(sequence).sum()) for sequence in sequences]
+        atoms = make_atoms(
+            [len(sequence.tokens) for sequence in sequences],
+            [sequence.pair_id if pairwise else -1 for sequence in sequences],
+        )
+        useful = [atom for atom in atoms if pairwise or targets[atom.members[0]] > 0]
+        updates, oversized, room = [], 0, 0
+        splits = split_updates(useful, self._config.sequences_per_update, seed)
+        for members in splits:
+            chunks, plan = self._chunks(sequences, members, pairwise=pairwise, vocab_size=self._vocab_size)
+            counts = [targets[index] for atom in members for index in atom.members]
+            updates.append(Update(chunks=chunks, denominator=denominator(self._objective, counts)))
+            oversized += plan.num_oversized
+            room += _room(plan, sequences)
+        num_tokens = sum(atom.num_tokens for atom in useful)
+        return EpochPlan(
+            updates=tuple(updates),
+            num_tokens=num_tokens,
+            num_targets=sum(targets[index] for atom in useful for index in atom.members),
+            num_left_out=len(sequences) - sum(len(atom.members) for atom in useful),
+            num_oversized=oversized,
+            fewest_atoms=min((len(members) for members in splits), default=0),
+            padding_share=1.0 - num_tokens / room if room else 0.0,
+        )
+
+    def _chunks(
+        self, sequences: Sequence[TrainSequence], atoms: Sequence[Atom], *, pairwise: bool, vocab_size: int
+    ) -> tuple[tuple[Chunk, ...], Plan]:
+        """Return this rank's chunks, and who got what."""
+        plan = pack(atoms, num_ranks=self._num_ranks, tokens_per_chunk=self._config.tokens_per_chunk)
+        chunks = tuple(
+            build_chunk(sequences, members, pairwise=pairwise, vocab_size=vocab_size, device=self._device)
+            if members
+            else blank_chunk(self._device)
+            for members in plan.ranks[self._rank]
+        )
+        return chunks, plan
+
+
+def _room(plan: Plan, sequences: Sequence[TrainSequence]) -> int:
+    """Tokens that the chunks of all ranks have room for."""
+    sizes = [sum(len(sequences[index].tokens) for index in members) for rank in plan.ranks for members in rank]
+    return sum(max(plan.tokens_per_chunk, size) for size in sizes)
+
+
+def _same_layout(ours: Sequence[TrainSequence], theirs: Sequence[TrainSequence]) -> bool:
+    """Whether two batches have the same tokens and targets, by the identity of their (frozen) arrays."""
+    return len(ours) == len(theirs) and all(
+        a.tokens is b.tokens
+        and a.columns.get("loss_mask") is b.columns.get("loss_mask")
+        and a.support is b.support
+        and (a.temperature, a.pair_id, a.scalars) == (b.temperature, b.pair_id, b.scalars)
+        for a, b in zip(ours, theirs, strict=True)
+    )

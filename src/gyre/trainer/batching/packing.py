@@ -1,0 +1,121 @@
+"""Packing: which sequences share a chunk. In: lengths and pair ids. Out: a Plan of chunks per rank. Pure.
+
+Order of work, after Kimi k1.5 and DeepSeek-R1: one global sort by length, deal to ranks, best fit into chunks of a
+fixed number of tokens, then as many chunks on each rank. The unit is an atom: one sequence, or both of a preference
+pair, since a pair's loss needs both at once.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Atom:
+    """What is never split over two chunks."""
+
+    members: tuple[int, ...]  # indices into the batch
+    num_tokens: int  # of all members
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Chunks of indices into the batch: ranks[rank][chunk]. An empty chunk keeps the ranks in step."""
+
+    ranks: tuple[tuple[tuple[int, ...], ...], ...]
+    tokens_per_chunk: int
+    num_oversized: int  # chunks that hold one atom longer than tokens_per_chunk
+
+
+def make_atoms(lengths: Sequence[int], pair_ids: Sequence[int]) -> tuple[Atom, ...]:
+    """Group indices into atoms, in order of first appearance. A pair id of -1 means a sequence of its own; a pair id
+    that comes again after two siblings begins another pair, as when small data wraps around within one batch."""
+    assert len(lengths) == len(pair_ids)
+    atoms: list[list[int]] = []
+    unpaired: dict[int, list[int]] = {}
+    for index, pair_id in enumerate(pair_ids):
+        if pair_id in unpaired:
+            unpaired.pop(pair_id).append(index)
+            continue
+        atoms.append([index])
+        if pair_id >= 0:
+            unpaired[pair_id] = atoms[-1]
+    return tuple(Atom(members=tuple(m), num_tokens=sum(lengths[i] for i in m)) for m in atoms)
+
+
+def split_updates(atoms: Sequence[Atom], sequences_per_update: int, seed: int) -> tuple[tuple[Atom, ...], ...]:
+    """Deal the atoms into optimiser updates of at most about `sequences_per_update`, all of nearly the same size.
+
+    With 0, or with room for all, there is one update in the given order; otherwise the order is drawn from `seed`.
+    """
+    num_sequences = sum(len(atom.members) for atom in atoms)
+    if not atoms:
+        return ()
+    if sequences_per_update == 0 or num_sequences <= sequences_per_update:
+        return (tuple(atoms),)
+    num_updates = min(len(atoms), -(-num_sequences // sequences_per_update))
+    order = list(atoms)
+    random.Random(seed).shuffle(order)
+    bounds = [len(order) * u // num_updates for u in range(num_updates + 1)]
+    return tuple(tuple(order[start:stop]) for start, stop in itertools.pairwise(bounds))
+
+
+def pack(atoms: Sequence[Atom], *, num_ranks: int, tokens_per_chunk: int) -> Plan:
+    """Place every atom once. Chunks hold at most `tokens_per_chunk`, except one that holds a single longer atom."""
+    assert num_ranks > 0 and tokens_per_chunk > 0
+    ordered = sorted(atoms, key=lambda atom: (-atom.num_tokens, atom.members))
+    bins = [_best_fit(dealt, tokens_per_chunk) for dealt in _deal(ordered, num_ranks)]
+    most = max(len(chunks) for chunks in bins)
+    ranks = tuple(tuple(_members(chunk) for chunk in _equalise(chunks, most)) for chunks in bins)
+    oversized = sum(atom.num_tokens > tokens_per_chunk for atom in atoms)
+    return Plan(ranks=ranks, tokens_per_chunk=tokens_per_chunk, num_oversized=oversized)
+
+
+def _deal(ordered: Sequence[Atom], num_ranks: int) -> list[list[Atom]]:
+    """Deal longest first, there and back (0 1 2 2 1 0 …), which evens out the tokens per rank."""
+    hands: list[list[Atom]] = [[] for _ in range(num_ranks)]
+    for position, atom in enumerate(ordered):
+        lap, seat = divmod(position, num_ranks)
+        hands[seat if lap % 2 == 0 else num_ranks - 1 - seat].append(atom)
+    return hands
+
+
+def _best_fit(ordered: Sequence[Atom], capacity: int) -> list[list[Atom]]:
+    """Put each atom into the fullest chunk that still has room for it; open a chunk when none has."""
+    chunks: list[list[Atom]] = []
+    room: list[tuple[int, int]] = []  # (free tokens, chunk), ascending
+    for atom in ordered:
+        at = bisect.bisect_left(room, (atom.num_tokens, -1))
+        if at == len(room):
+            chunks.append([atom])
+            free, chunk = capacity - atom.num_tokens, len(chunks) - 1
+        else:
+            free, chunk = room.pop(at)
+            chunks[chunk].append(atom)
+            free -= atom.num_tokens
+        if free > 0:
+            bisect.insort(room, (free, chunk))
+    return chunks
+
+
+def _equalise(chunks: list[list[Atom]], count: int) -> list[list[Atom]]:
+    """Bring the number of chunks up to `count`: halve the largest ones, and add empty ones where none can be halved."""
+    chunks = list(chunks)
+    while len(chunks) < count:
+        divisible = [c for c, chunk in enumerate(chunks) if len(chunk) > 1]
+        if not divisible:
+            chunks.append([])
+            continue
+        largest = max(divisible, key=lambda c: (sum(atom.num_tokens for atom in chunks[c]), -c))
+        chunk = chunks[largest]
+        chunks[largest] = chunk[0::2]
+        chunks.append(chunk[1::2])
+    return chunks
+
+
+def _members(chunk: Sequence[Atom]) -> tuple[int, ...]:
+    return tuple(index for atom in chunk for index in atom.members)

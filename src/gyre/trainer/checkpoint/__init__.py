@@ -1,0 +1,1 @@
+"""Snapshots: written in the background, verified, read back by any layout."""

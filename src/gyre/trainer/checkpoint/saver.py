@@ -1,0 +1,400 @@
+"""Saver: a snapshot by all ranks at once. In: each rank's parts, the loop's state. Out: a snapshot on a disk that all
+ranks see, or one SnapshotError, the same on every rank.
+
+    first rank makes a folder ─▶ all place ─▶ copy ─▶ write their file ─▶ first rank writes the manifest ─▶ verdict
+                                        (training goes on from here, in the background; whoever
+                                         changes the state first waits until it is copied)
+
+Ranks agree by collectives until each has a place for its parts, and by notes from there on: a rank that copies and
+writes in a thread may use no collective, and one that is still at it keeps nobody in one. A rank that fails leaves a
+note; the others look for it before every block, stop, and get the verdict. So a full disk on one rank ends the save on
+all in seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from gyre.core.errors import DeadlineError, GyreError, SnapshotError, is_disk_full
+from gyre.distributed.process_group import Group
+from gyre.memory.pools.disk_file import sync_folder
+from gyre.trainer.checkpoint.manifest import (
+    SavedFile,
+    SavedRun,
+    SavedTensor,
+    SnapshotManifest,
+    from_text,
+    join_manifests,
+    to_text,
+)
+from gyre.trainer.checkpoint.shard_file import ReadBackError, write_bytes, write_shard
+from gyre.trainer.checkpoint.shards import Kind, Part
+from gyre.trainer.checkpoint.staging import Placed, Staging
+from gyre.trainer.checkpoint.store import BLOBS, STATE, SnapshotStore
+
+POLL_S = 0.05
+AHEAD = ("copied", "verdict")  # notes that say that another rank has copied its part; the first goes with the save
+LAST_WORDS_S = 10.0  # how long ranks have to stop after one has failed, before what they wrote is removed
+COPY_FAILED = "snapshot of step {step} could not be copied to the host"
+NO_MEMORY = "if the host lacks memory, set snapshot.background = false: then nothing is staged"
+
+LiveParts = Callable[[Callable[[], None] | None], Mapping[str, Any]]
+"""Gives {"tensors": this rank's Parts by key, "state"}. The parts are live. Where they are read beside training it gets
+a function that whoever is about to change them calls first, and which returns when they are no longer read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """One save, on one rank."""
+
+    step: int
+    aside: Path
+    parts: Sequence[Part]
+    state: Mapping[str, Any]
+    blobs: Mapping[str, bytes]
+    placed: Placed | None = None  # where `parts` must be copied to before they are written
+    copied: threading.Event  # set, too, while nobody copies
+
+    def key(self, what: str) -> str:
+        return f"{self.aside.name}/{what}"
+
+
+class Stopped(Exception):
+    """Another rank has failed."""
+
+
+class Saver:
+    """`save` and `finish` are called by one thread, on all ranks alike."""
+
+    def __init__(
+        self,
+        store: SnapshotStore,
+        group: Group,
+        *,
+        background: bool,
+        deadline_s: float,
+        emit: Callable[..., None],
+        progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        """In the background `save` returns when the state has a place to be copied to, and `finish` when the last one
+        is on disk. `progress` is called while a step waits for a copy or for the disk, which may take long."""
+        self._store, self._group, self._background = store, group, background
+        self._deadline_s, self._emit, self._progress = deadline_s, emit, progress
+        self._staging = Staging(group.device, deadline_s=deadline_s)
+        self._has_memory = False
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._writing, self._verdict = -1, ""  # step in flight, and the note that ends it
+        self._last_verdict = ""  # its note, which a rank may still be about to read
+
+    def save(
+        self,
+        step: int,
+        *,
+        parts: LiveParts,
+        state: Mapping[str, Any],
+        blobs: Mapping[str, bytes],
+    ) -> None:
+        """SnapshotError of this save, or of the one before if that was in the background; DeadlineError when one is
+        not done in time."""
+        with self._group.guard(f"snapshot of step {step}"):
+            self._settle(step)
+            aside = self._begin(step)
+            job = self._place(step, aside, parts, state, blobs)
+            if not self._background:
+                self._write(job)
+                return
+            self._writing, self._verdict = step, job.key("verdict")
+            self._thread = threading.Thread(target=self._write_apart, args=(job,), name=f"snapshot-{step}", daemon=True)
+            job.copied.clear()
+            try:
+                self._thread.start()
+            except RuntimeError:  # the system has no thread left
+                job.copied.set()
+                self._thread = None
+                raise
+
+    def prepare(self, size_bytes: int) -> None:
+        """Begin to make the memory that a background save of so many bytes needs."""
+        if self._background:
+            self._staging.prepare(size_bytes)
+
+    def finish(self) -> None:
+        """Wait for what is in flight. Raises as `save` does."""
+        with self._group.guard("end of the last snapshot"):
+            self._settle(None)
+
+    # On the calling thread, all ranks together -----------------------------------------------------------------------
+
+    def _settle(self, next_step: int | None) -> None:
+        """Wait for the save before, and let its failure out, on all ranks. Where a disk is stuck on one, the others'
+        threads end with the verdict, and they soon wait for this rank in a collective."""
+        thread, began = self._thread, time.monotonic()
+        until, heard = began + self._deadline_s, False
+        tells = thread is not None and thread.is_alive() and next_step is not None and self._group.rank == 0
+        if tells:
+            self._emit("snapshot.waiting", step=next_step, writing=self._writing)
+        while thread is not None and thread.is_alive() and time.monotonic() < until:
+            self._group.check("snapshot")
+            self._progress()
+            thread.join(POLL_S)
+            if not heard and self._group.notes.get(self._verdict) is not None:
+                heard, until = True, min(until, time.monotonic() + LAST_WORDS_S)
+        failure = self._failure
+        if thread is not None and thread.is_alive():
+            hint = "the disk is slow or stuck: raise snapshot.deadline_s, or snapshot less often"
+            waited_s = time.monotonic() - began
+            failure = DeadlineError(
+                f"the snapshot of step {self._writing} is not written after {waited_s:.3g} s of waiting",
+                hint="this rank's disk is stuck: the other ranks are done with it" if heard else hint,
+            )
+        elif thread is not None:
+            if tells:
+                self._emit("snapshot.waited", step=next_step, seconds=time.monotonic() - began)
+            self._thread = self._failure = None
+        self._agree(failure)
+
+    def _begin(self, step: int) -> Path:
+        """The folder that all write into; the first rank makes it."""
+        made, failure = "", None
+        if self._group.rank == 0:
+            try:
+                made = str(self._store.begin(step, uuid.uuid4().hex[:8]))
+            except OSError as error:
+                failure = self._cannot_write(step, error)
+        return Path(self._agree(failure, made)[0])
+
+    def _place(
+        self,
+        step: int,
+        aside: Path,
+        parts: LiveParts,
+        state: Mapping[str, Any],
+        blobs: Mapping[str, bytes],
+    ) -> _Job:
+        """Everything that is to be written. In the background nothing overwrites it before it is copied."""
+        began, failure, job = time.monotonic(), None, None
+        copied = threading.Event()
+        copied.set()
+        try:
+            own = parts(partial(self._hold, step, aside, copied) if self._background else None)
+            mine, placed = list(own["tensors"].values()), None
+            if self._background:
+                placed = self._staging.place(mine)
+                mine = placed.staged
+            whole = {"loop": state, "trainer": own["state"]}
+            job = _Job(step=step, aside=aside, parts=mine, state=whole, blobs=blobs, placed=placed, copied=copied)
+        except (OSError, RuntimeError, GyreError) as error:  # RuntimeError: torch has no common type for lack of memory
+            failure = self._told(COPY_FAILED.format(step=step), error)
+        numbers = [time.monotonic() - began, self._staging.size_bytes]
+        if self._background and not self._has_memory:
+            self._meet(step, aside)
+        try:
+            told = self._agree(failure, numbers)
+        except SnapshotError:
+            if self._group.rank == 0:
+                shutil.rmtree(aside, ignore_errors=True)
+            raise
+        if self._background and self._group.rank == 0:
+            seconds, sizes = (list(column) for column in zip(*told, strict=True))
+            self._emit("snapshot.begun", step=step, seconds=max(seconds), buffer_bytes=sum(sizes))
+        assert job is not None
+        self._has_memory = True
+        return job
+
+    def _meet(self, step: int, aside: Path) -> None:
+        """Wait until every rank has its memory, or knows that it gets none. To make it can take longer than a
+        collective may; a rank that does not come at all is named by the one that follows."""
+        notes, keys = self._group.notes, _placed_keys(aside, self._group.size)
+        notes.put(keys[self._group.rank], "")
+        there = lambda: all(notes.get(key) is not None for key in keys) or None  # noqa: E731
+        self._group.look_for(f"snapshot of step {step}", there, self._deadline_s + LAST_WORDS_S, self._progress)
+
+    def _hold(self, step: int, aside: Path, copied: threading.Event) -> None:
+        """Called by whoever is about to change what is saved: returns once it is copied, whatever other ranks do. One
+        that has copied soon waits in a collective; the error that names this rank comes before its patience ends."""
+        if copied.is_set():
+            return
+        began, until = time.monotonic(), time.monotonic() + self._deadline_s
+        alone = False  # whether another rank has copied
+        while not copied.wait(POLL_S):
+            self._progress()
+            if not alone and any(self._group.notes.get(f"{aside.name}/{told}") is not None for told in AHEAD):
+                alone, until = True, min(until, time.monotonic() + self._group.patience_s)
+            if time.monotonic() > until:
+                why = f", {self._group.patience_s:g} s after another rank's part" if alone else ""
+                by = f" by rank {self._group.rank}" if self._group.size > 1 else ""
+                raise DeadlineError(
+                    f"the snapshot of step {step} is not copied to the host{by} after "
+                    f"{time.monotonic() - began:.3g} s{why}",
+                    hint="the host is short of memory or busy: snapshot less often, or set snapshot.background = "
+                    "false; where ranks wait for each other, raise parallel.timeout_s if it is only slow",
+                )
+        self._emit("snapshot.held", step=step, rank=self._group.rank, seconds=time.monotonic() - began)
+
+    def _agree(self, failure: BaseException | None, value: Any = None) -> list[Any]:
+        """Every rank's value; or the first rank's failure, raised on all."""
+        mine = None
+        if failure is not None and not isinstance(failure, GyreError):  # a fault of ours: the others must not wait
+            text = f"{type(failure).__name__}: {failure}"
+            mine = {"message": f"rank {self._group.rank} broke in a snapshot: {text}", "hint": "", "late": False}
+        elif failure is not None:
+            mine = {"message": failure.message, "hint": failure.hint, "late": isinstance(failure, DeadlineError)}
+        told = self._group.share({"failure": mine, "value": value})
+        for answer in told:
+            if (first := answer["failure"]) is not None:
+                kind = DeadlineError if first["late"] else SnapshotError
+                raise kind(first["message"], hint=first["hint"]) from failure
+        return [answer["value"] for answer in told]
+
+    # Beside the collectives, maybe in a thread -----------------------------------------------------------------------
+
+    def _write_apart(self, job: _Job) -> None:
+        try:
+            self._write(job)
+        except Exception as error:  # noqa: BLE001  raised by the next save or by finish
+            self._failure = error
+
+    def _write(self, job: _Job) -> None:
+        """This rank's file, then the verdict on the whole. SnapshotError with the verdict of the first rank."""
+        notes, rank = self._group.notes, self._group.rank
+        written, fault = "", None
+        try:
+            self._copy(job)
+            if job.placed is not None:
+                notes.put(job.key("copied"), "")
+            written = to_text(self._write_files(job))
+        except Stopped:
+            pass  # the one that failed has said why
+        except Exception as error:  # noqa: BLE001  the others must hear of any; ours is raised below
+            fault = None if isinstance(error, OSError | SnapshotError) else error
+            told = error if isinstance(error, SnapshotError) else self._cannot_write(job.step, error)
+            notes.put(job.key("failed"), _as_note(told))
+        notes.put(job.key(f"done/{rank}"), written)
+        if rank == 0:
+            self._conclude(job)
+        verdict = self._wait_for(job, lambda: notes.get(job.key("verdict")), "the first rank has not ended it")
+        if fault is not None:
+            raise fault
+        if verdict:
+            raise SnapshotError(**json.loads(verdict))
+
+    def _copy(self, job: _Job) -> None:
+        """From where the state lives to where it is written from."""
+        began = time.monotonic()
+        try:
+            if job.placed is not None:
+                self._staging.fill(job.placed)
+        except (OSError, RuntimeError) as error:  # as in `_place`
+            raise self._told(COPY_FAILED.format(step=job.step), error) from error.with_traceback(None)  # holds tensors
+        finally:
+            if job.placed is not None:
+                job.placed.drop()
+            job.copied.set()
+        if job.placed is not None and self._group.rank == 0:
+            self._emit("snapshot.copied", step=job.step, seconds=time.monotonic() - began)
+
+    def _write_files(self, job: _Job) -> SnapshotManifest:
+        """What this rank writes; the first one writes the loop's state, too."""
+        name = f"rank-{self._group.rank:05d}.safetensors"
+        head, *extents = write_shard(job.aside / name, job.parts, lambda: self._look(job))
+        size_bytes = sum(extent.size_bytes for extent in (head, *extents))
+        files = {name: SavedFile(size_bytes=size_bytes, head=head)}
+        if self._group.rank == 0:
+            small = {STATE: json.dumps(job.state, allow_nan=True).encode()}
+            for key, blob in job.blobs.items():
+                assert "/" not in key and key not in (".", ".."), key
+                small[f"{BLOBS}/{key}"] = blob
+            for key, data in small.items():
+                extent = write_bytes(job.aside / key, data)
+                files[key] = SavedFile(size_bytes=extent.size_bytes, head=extent)
+        tensors = {
+            part.name: SavedTensor(
+                kind=Kind(dtype=part.values_N.dtype, shape=part.shape),
+                runs=(SavedRun(file=name, start=part.start, stop=part.stop, extent=extent),),
+            )
+            for part, extent in zip(job.parts, extents, strict=True)
+        }
+        sync_folder(job.aside)
+        return SnapshotManifest(step=job.step, files=files, tensors=tensors)
+
+    def _conclude(self, job: _Job) -> None:
+        """On the first rank: make the snapshot once all have written, or give it up; tell the others."""
+        notes, keys = self._group.notes, [job.key(f"done/{rank}") for rank in range(self._group.size)]
+        found: dict[str, str] = {}
+
+        def look() -> str | None:
+            for key in keys:
+                if key not in found and (text := notes.get(key)) is not None:
+                    found[key] = text
+            return notes.get(job.key("failed")) or ("" if len(found) == len(keys) else None)
+
+        verdict, fault = "", None
+        try:
+            verdict = self._wait_for(job, look, "not all ranks have written their part")
+            if not verdict:
+                self._store.publish(job.aside, join_manifests(from_text(found[key], whole=False) for key in keys))
+        except Exception as error:  # noqa: BLE001  the others must hear of any; ours is raised below
+            fault = None if isinstance(error, OSError | DeadlineError) else error
+            verdict = _as_note(error if isinstance(error, DeadlineError) else self._cannot_write(job.step, error))
+        if verdict:
+            with contextlib.suppress(DeadlineError):  # the verdict stands: this only lets the others stop first
+                stopped = lambda: "" if look() is not None and len(found) == len(keys) else None  # noqa: E731
+                self._wait_for(job, stopped, "not all ranks have stopped", LAST_WORDS_S)
+            shutil.rmtree(job.aside, ignore_errors=True)
+        told = [job.key("failed"), job.key("copied"), *_placed_keys(job.aside, self._group.size)]
+        notes.drop([*keys, *told, self._last_verdict])
+        self._last_verdict = job.key("verdict")
+        notes.put(self._last_verdict, verdict)
+        if fault is not None:
+            raise fault
+
+    def _look(self, job: _Job) -> None:
+        if not self._background:  # in the background it is no progress of the step beside it
+            self._progress()
+        if self._group.notes.get(job.key("failed")) is not None:
+            raise Stopped
+
+    def _wait_for(self, job: _Job, look: Callable[[], str | None], late: str, within_s: float | None = None) -> str:
+        """What `look` finds. Ends early when the group breaks."""
+        limit_s = self._deadline_s if within_s is None else within_s
+        found = self._group.look_for(f"snapshot of step {job.step}", look, limit_s)
+        if found is None:
+            raise DeadlineError(
+                f"the snapshot of step {job.step} is not written after {limit_s:g} s: {late}",
+                hint="the disk is slow or stuck: raise snapshot.deadline_s, or snapshot less often",
+            )
+        return found
+
+    def _cannot_write(self, step: int, error: Exception) -> SnapshotError:
+        hint = "check that the folder can be written, then resume from the snapshot before it"
+        if is_disk_full(error):
+            hint = "free space there and resume from the snapshot before it; snapshot.keep = 1 needs the least space"
+        elif isinstance(error, ReadBackError):
+            hint = "the disk returns other bytes than it was given: check it, or point the run folder elsewhere"
+        return self._told(f"snapshot of step {step} could not be written to {self._store.folder}", error, hint)
+
+    def _told(self, what: str, error: Exception, hint: str = "") -> SnapshotError:
+        """An error that names this rank, where there are several."""
+        by = f" by rank {self._group.rank}" if self._group.size > 1 else ""
+        text = error.message if isinstance(error, GyreError) else getattr(error, "strerror", None) or str(error)
+        hint = hint or (error.hint if isinstance(error, GyreError) else "") or NO_MEMORY
+        return SnapshotError(f"{what}{by}: {text}", hint=hint)
+
+
+def _placed_keys(aside: Path, num_ranks: int) -> list[str]:
+    return [f"{aside.name}/placed/{rank}" for rank in range(num_ranks)]
+
+
+def _as_note(error: GyreError) -> str:
+    return json.dumps({"message": error.message, "hint": error.hint})

@@ -1,0 +1,207 @@
+"""Parts: who saves which numbers of the trainer's tensors, and how they come back. In: a ShardLayout, this rank's
+tensors. Out: Parts of whole tensors, each number on one rank only; or the tensors, filled from any source of parts.
+
+Copies share the work: of a run that n ranks hold, each saves the n-th part.
+"""
+
+# N numbers of a run
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gyre.core.errors import SnapshotError
+from gyre.distributed.mesh import Mesh
+from gyre.distributed.process_group import Group
+from gyre.weights.shards import Place, Shape, ShardLayout
+
+OTHER_MODEL = "resume with the config and the model that the run was started with, or begin a new run"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Numbers of a whole tensor, from `start` on."""
+
+    name: str  # of the tensor
+    shape: Shape  # of the tensor
+    start: int  # numbers of the row-major tensor
+    values_N: Tensor
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.values_N.numel()
+
+    @property
+    def key(self) -> str:
+        """Differs between all parts of all ranks."""
+        return f"{self.name}[{self.start}:{self.stop}]"
+
+    @property
+    def size_bytes(self) -> int:
+        return self.values_N.numel() * self.values_N.element_size()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """What is known of a tensor without its numbers."""
+
+    dtype: torch.dtype
+    shape: Shape
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {self.shape}"
+
+
+class PartSource(Protocol):
+    """Tensors that were saved in parts, by however many ranks."""
+
+    def kinds(self) -> Mapping[str, Kind]: ...
+
+    def read(self, name: str, start: int, out_N: Tensor) -> None:
+        """Fill `out_N`, on any device, with the tensor's numbers from `start` on. SnapshotError if they are damaged."""
+        ...
+
+
+class HeldParts:
+    """Parts in memory, of all ranks."""
+
+    def __init__(self, parts: Iterable[Part]) -> None:
+        self._parts: dict[str, list[Part]] = {}
+        for part in parts:
+            self._parts.setdefault(part.name, []).append(part)
+
+    def kinds(self) -> dict[str, Kind]:
+        return {name: Kind(dtype=parts[0].values_N.dtype, shape=parts[0].shape) for name, parts in self._parts.items()}
+
+    def read(self, name: str, start: int, out_N: Tensor) -> None:
+        filled, stop = 0, start + out_N.numel()
+        for part in self._parts[name]:
+            first, last = max(start, part.start), min(stop, part.stop)
+            if first < last:
+                out_N[first - start : last - start].copy_(part.values_N[first - part.start : last - part.start])
+                filled += last - first
+        if filled != out_N.numel():
+            raise SnapshotError(
+                f"the snapshot holds {filled} of the {out_N.numel()} numbers of {name} from {start} on",
+                hint="give the parts of all ranks together",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """What one rank holds of some tensors, all of one dtype and in one memory component."""
+
+    component: str
+    prefix: str  # of the tensors' names in a snapshot
+    layout: ShardLayout
+    rank: int  # within the layout
+    sharers: Group  # the ranks that hold the same
+    dtype: torch.dtype
+    tensors: Mapping[str, Tensor]  # this rank's runs by bare name, or what `cut` makes them of; all have a storage
+    cut: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = dict  # views, made only where there are bytes
+    converts: bool = False  # takes numbers of any floating dtype, and rounds what `dtype` cannot hold
+
+    def kinds(self) -> dict[str, Kind]:
+        """Of the whole tensors."""
+        shapes = self.layout.shapes
+        return {self.prefix + name: Kind(dtype=self.dtype, shape=tuple(shape)) for name, shape in shapes.items()}
+
+    def fitting(self, found: Mapping[str, Kind]) -> dict[str, Kind]:
+        """Of the whole tensors, as this holding would take them from a snapshot with those of `found`."""
+        wanted = self.kinds()
+        if not self.converts:
+            return wanted
+        saved = {name: found[name].dtype for name in wanted if name in found}
+        floating = {name: dtype for name, dtype in saved.items() if dtype.is_floating_point}
+        return {name: replace(kind, dtype=floating.get(name, kind.dtype)) for name, kind in wanted.items()}
+
+    def rounds(self, found: Mapping[str, Kind]) -> bool:
+        """Whether `load` would lose bits of some tensor of `found`."""
+        saved = {kind.dtype for kind in self.fitting(found).values()}
+        return any(torch.promote_types(dtype, self.dtype) != self.dtype for dtype in saved)
+
+    def named(self) -> dict[str, Tensor]:
+        """`tensors` by names that no other holding has."""
+        return {self.prefix + name: tensor for name, tensor in self.tensors.items()}
+
+    def parts(self, readable: Mapping[str, Tensor]) -> list[Part]:
+        """What this rank saves. `readable` has `named` where the bytes can be read now."""
+        runs, places = self.cut({name: readable[self.prefix + name] for name in self.tensors}), self._places
+        found = []
+        mine = own_runs(self.layout, self.rank, copy=self.sharers.rank, num_copies=self.sharers.size)
+        for name, (start, stop) in mine.items():
+            values_N = runs[name].reshape(-1)[start - places[name].start : stop - places[name].start]
+            shape = tuple(self.layout.shapes[name])
+            found.append(Part(name=self.prefix + name, shape=shape, start=start, values_N=values_N))
+        return found
+
+    def sizes_bytes(self) -> list[int]:
+        """Of the parts that this rank saves."""
+        mine = own_runs(self.layout, self.rank, copy=self.sharers.rank, num_copies=self.sharers.size)
+        return [(stop - start) * self.dtype.itemsize for start, stop in mine.values()]
+
+    @torch.no_grad()
+    def load(self, source: PartSource) -> None:
+        """Overwrite this rank's runs, which are on the device."""
+        for name, tensor in self.cut(self.tensors).items():
+            if tensor.numel():
+                source.read(self.prefix + name, self._places[name].start, tensor.view(-1))
+
+    @property
+    def _places(self) -> Mapping[str, Place]:
+        return self.layout.ranks[self.rank]
+
+
+def own_runs(layout: ShardLayout, rank: int, *, copy: int, num_copies: int) -> dict[str, tuple[int, int]]:
+    """[start, stop) of each tensor that this rank saves: the `copy`-th of equal parts of all that the rank is the
+    first to hold, in the order of the tensors. Together the ranks save each number once."""
+    places = {name: place for name, place in layout.ranks[rank].items() if not _is_again(layout, rank, name, place)}
+    total = sum(place.stop - place.start for place in places.values())
+    low, high = total * copy // num_copies, total * (copy + 1) // num_copies
+    found, at = {}, 0
+    for name, place in places.items():
+        first, last = max(low, at), min(high, at + place.stop - place.start)
+        if first < last:
+            found[name] = (place.start + first - at, place.start + last - at)
+        at += place.stop - place.start
+    return found
+
+
+def sharers(layout: ShardLayout, mesh: Mesh) -> Group:
+    """The ranks that hold the same as this one."""
+    return mesh.world if len(layout.ranks) == 1 else mesh.replica
+
+
+def check_kinds(wanted: Mapping[str, Kind], found: Mapping[str, Kind]) -> None:
+    """SnapshotError, before anything is overwritten, unless the snapshot has just the tensors that are wanted."""
+    for name, kind in wanted.items():
+        if (got := found.get(name)) != kind:
+            raise SnapshotError(
+                f"the snapshot holds {got or 'nothing'} for {name}, this run needs {kind}", hint=OTHER_MODEL
+            )
+    if extra := sorted(found.keys() - wanted.keys()):
+        raise SnapshotError(
+            f"the snapshot holds {len(extra)} tensors that this run has no place for, {extra[0]} among them",
+            hint=OTHER_MODEL,
+        )
+
+
+def find_gap(shape: Shape, runs: Sequence[tuple[int, int]]) -> str | None:
+    """Why runs are not the whole tensor, each number once; None when they are."""
+    at = 0
+    for start, stop in sorted(runs):
+        if start != at:
+            return f"numbers {min(at, start)} to {max(at, start)} are there {'twice' if start < at else 'not at all'}"
+        at = stop
+    return None if at == math.prod(shape) else f"it ends after {at} of {math.prod(shape)} numbers"
+
+
+def _is_again(layout: ShardLayout, rank: int, name: str, place: Place) -> bool:
+    """Whether the first rank of the layout holds the very same, or this one nothing."""
+    return place.start == place.stop or (rank > 0 and place == layout.ranks[0][name])

@@ -1,0 +1,1 @@
+"""Throughput, traces, and what a trainer reports at startup."""

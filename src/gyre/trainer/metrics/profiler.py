@@ -1,0 +1,167 @@
+"""Trace: what one training step did, operator by operator and kernel by kernel, on request (trainer.trace_steps).
+In: the step. Out: a Chrome trace in the run folder, and an event with what took longest.
+
+A trace that cannot be made or written is the event `trace.failed`; the step goes on. A step that raises is written too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from gyre.observability.overlap import Interval, intersect, length, union
+
+COMMUNICATION = ("nccl", "gloo:", "c10d::")  # how names of kernels, gloo's work and its calls begin
+NUM_ROWS = 15
+BLOCK_BYTES = 16 << 20  # that are compressed at a time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """One kernel, or on a CPU one operator."""
+
+    name: str
+    start_s: float
+    end_s: float
+
+    @property
+    def communicates(self) -> bool:
+        return self.name.lower().startswith(COMMUNICATION)
+
+
+class Tracer:
+    """Traces the chosen loop steps of one rank. `folder` None traces nothing."""
+
+    def __init__(
+        self,
+        folder: Path | None,
+        steps: Collection[int],
+        *,
+        device: torch.device,
+        emit: Callable[..., None],
+        progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`progress` is called between the parts of what a trace costs after its step: each may take long."""
+        self._folder, self._steps, self._device, self._emit = folder, frozenset(steps), device, emit
+        self._progress = progress
+
+    def traces(self, step: int) -> bool:
+        return self._folder is not None and step in self._steps
+
+    @contextlib.contextmanager
+    def around(self, step: int) -> Iterator[None]:
+        """Trace the block if its step was asked for."""
+        profiler = self._start(step) if self.traces(step) else None
+        if profiler is None:
+            yield
+            return
+        started_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._finish(profiler, step, time.perf_counter() - started_s)
+
+    def _start(self, step: int) -> Any:
+        kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self._device.type == "cuda" else [])
+        profiler = profile(activities=kinds)
+        try:
+            profiler.start()
+        except RuntimeError as error:  # another profiler has the device
+            self._fail(step, error)
+            return None
+        return profiler
+
+    def _finish(self, profiler: Any, step: int, wall_s: float) -> None:
+        assert self._folder is not None
+        name = f"step-{step}.trace.json.gz"
+        try:
+            profiler.stop()
+            self._progress()
+            size_bytes = write_trace(profiler.export_chrome_trace, self._folder / name, self._progress)
+            on_cuda = self._device.type == "cuda"
+            told = summarise(works_of(profiler.events(), on_cuda=on_cuda), wall_s=wall_s)
+            self._progress()
+            top = longest(profiler.key_averages(), on_cuda=on_cuda)
+        except (OSError, RuntimeError, ValueError) as error:
+            self._fail(step, error)
+            return
+        where = f"{self._folder.name}/{name}"
+        self._emit("trace.written", step=step, file=where, size_bytes=size_bytes, **told, top=top)
+
+    def _fail(self, step: int, error: Exception) -> None:
+        self._emit("trace.failed", step=step, folder=str(self._folder), error=f"{type(error).__name__}: {error}"[:500])
+
+
+def write_trace(export: Callable[[str], Any], path: Path, progress: Callable[[], None] = lambda: None) -> int:
+    """Have `export` write JSON, compress it to `path`, whole or not at all; returns the size. OSError when the disk
+    refuses, ValueError when what was exported is cut short, which the exporter does not say."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    plain, packed = path.with_suffix(".plain"), path.with_suffix(".partial")
+    try:
+        export(str(plain))
+        check_whole(plain)
+        with plain.open("rb") as source, gzip.open(packed, "wb", compresslevel=5) as target:
+            while block := source.read(BLOCK_BYTES):
+                progress()
+                target.write(block)
+        packed.replace(path)
+        return path.stat().st_size
+    finally:
+        plain.unlink(missing_ok=True)
+        packed.unlink(missing_ok=True)
+
+
+def check_whole(path: Path) -> None:
+    """ValueError unless a JSON object ends where the file ends."""
+    with path.open("rb") as file:
+        file.seek(0, 2)
+        file.seek(max(0, file.tell() - 64))
+        if not file.read().rstrip().endswith(b"}"):
+            raise ValueError(f"the exported trace ends in the middle: is there room on the disk of {path.parent}?")
+
+
+def works_of(events: Sequence[Any], *, on_cuda: bool) -> list[Work]:
+    """What kept the device busy: kernels of a GPU, on a CPU operators and what its communication threads did."""
+    wanted = torch.autograd.DeviceType.CUDA if on_cuda else torch.autograd.DeviceType.CPU
+    return [
+        Work(name=event.name, start_s=event.time_range.start / 1e6, end_s=event.time_range.end / 1e6)
+        for event in events
+        if event.device_type == wanted and not event.is_user_annotation
+    ]
+
+
+def summarise(works: Sequence[Work], *, wall_s: float) -> dict[str, float]:
+    """Seconds of a traced step: computing, communicating, communicating while nothing was computed (exposed), and
+    neither. Pure."""
+    spans: dict[bool, list[Interval]] = {True: [], False: []}
+    for work in works:
+        spans[work.communicates].append((work.start_s, work.end_s))
+    talk, compute = union(spans[True]), union(spans[False])
+    hidden_s = length(intersect(talk, compute))
+    busy_s = length(talk) + length(compute) - hidden_s
+    return {
+        "seconds": wall_s,
+        "compute_s": length(compute),
+        "communication_s": length(talk),
+        "exposed_s": length(talk) - hidden_s,
+        "idle_s": max(0.0, wall_s - busy_s),
+    }
+
+
+def longest(averages: Sequence[Any], *, on_cuda: bool) -> list[dict[str, Any]]:
+    """The rows of what took longest by itself: name, calls, seconds."""
+    key = "self_device_time_total" if on_cuda else "self_cpu_time_total"
+    rows = sorted(averages, key=lambda row: -getattr(row, key))[:NUM_ROWS]
+    return [
+        {"name": row.key[:100], "calls": row.count, "seconds": round(getattr(row, key) / 1e6, 6)}
+        for row in rows
+        if getattr(row, key) > 0
+    ]

@@ -1,0 +1,1 @@
+"""Optimizer state, gradients and weights that stay in host memory or on disk."""

@@ -1,0 +1,84 @@
+"""Fields: the flat buffers that a rank's optimiser state is made of. In: how many numbers the state has, and how many
+of them, the first ones, have coded moments. Out: Fields, which say what lies where. Pure.
+
+    numbers of the state   0 …………………… num_coded …………………… size
+    master                 float32 ————————————————————————
+    moments                codes, scales ———|float32 ——————
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from gyre.trainer.adamw.blocks import BLOCK
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Field:
+    """One flat buffer: an item for each `block` numbers of [first, last) of the state."""
+
+    name: str
+    serves: str  # as which tensor of a Span
+    dtype: torch.dtype
+    first: int
+    last: int
+    block: int = 1
+    coded: bool = False  # belongs to moments in 8 bits
+
+    @property
+    def size(self) -> int:
+        """Items."""
+        return (self.last - self.first) // self.block
+
+    def covers(self, first: int, last: int) -> bool:
+        return self.first <= first and last <= self.last
+
+    def meets(self, first: int, last: int) -> tuple[int, int]:
+        """The numbers of [first, last) that it has: (first, last), of which the last is not below the first."""
+        low = max(first, self.first)
+        return low, max(low, min(last, self.last))
+
+    def at(self, first: int, last: int) -> slice:
+        """Where the items of numbers [first, last), which it has, lie in its buffer."""
+        return self.within(self.first, first, last)
+
+    def within(self, start: int, first: int, last: int) -> slice:
+        """Where they lie in a buffer that begins with number `start`."""
+        return slice((first - start) // self.block, (last - start) // self.block)
+
+
+def state_fields(size: int, *, num_coded: int | None, keeps_master: bool) -> tuple[Field, ...]:
+    """Of a state of `size` numbers. `num_coded` is None where no rank has codes; a rank that has none beside others
+    that do has fields of no items."""
+    wide = num_coded or 0
+    fields = [
+        Field(name="exp_avg", serves="exp_avg_N", dtype=torch.float32, first=wide, last=size),
+        Field(name="exp_avg_sq", serves="exp_avg_sq_N", dtype=torch.float32, first=wide, last=size),
+    ]
+    if keeps_master:
+        fields.insert(0, Field(name="master", serves="weight_N", dtype=torch.float32, first=0, last=size))
+    if num_coded is None:
+        return tuple(fields)
+    for moment in ("exp_avg", "exp_avg_sq"):
+        for kind, serves, dtype, block in (
+            ("codes", f"{moment}_N", torch.uint8, 1),
+            ("scale", f"{moment}_scale_B", torch.float32, BLOCK),
+        ):
+            fields.append(
+                Field(
+                    name=f"{moment}_{kind}",
+                    serves=serves,
+                    dtype=dtype,
+                    first=0,
+                    last=num_coded,
+                    block=block,
+                    coded=True,
+                )
+            )
+    return tuple(fields)
+
+
+def gradient_field(size: int) -> Field:
+    return Field(name="grad", serves="grad_N", dtype=torch.float32, first=0, last=size)

@@ -1,0 +1,191 @@
+"""State file: the flat buffers of a rank's optimiser state in one file. In: names and items of the buffers, a folder.
+Out: reads and writes of runs by the system's own calls, and the buffers mapped as tensors.
+
+The file's space is reserved when it is made, so a full disk is told before training begins. Reads and writes go through
+the page cache, with which the mapping agrees; a write that the disk refuses later is told by `flush`, which must have
+returned before what was written is read again. A lock says that the owner lives: a file without one is a leftover.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gyre.core.errors import InputError, MemoryBudgetError, SnapshotError, is_disk_full
+
+SUFFIX = ".offload"
+PAGE_BYTES = mmap.PAGESIZE
+LOOK_S, POLL_S = 2.0, 0.01  # longest that another rank looks whether a file is a leftover; between two tries
+
+
+class StateFile:
+    """`<folder>/<name>.offload`, held open and locked until `close`, which removes it."""
+
+    def __init__(
+        self, folder: Path, name: str, kinds: Mapping[str, tuple[int, torch.dtype]], emit: Callable[..., None]
+    ) -> None:
+        """`kinds`: items and dtype of each buffer. MemoryBudgetError if the disk has no room for them."""
+        self.path = folder / f"{name}{SUFFIX}"
+        self._starts: dict[str, int] = {}
+        self._spaces = {  # at least a page: an empty buffer cannot be mapped
+            key: -(-max(1, size * dtype.itemsize) // PAGE_BYTES) * PAGE_BYTES for key, (size, dtype) in kinds.items()
+        }
+        self.size_bytes = 0
+        for key, space in self._spaces.items():
+            self._starts[key] = self.size_bytes
+            self.size_bytes += space
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            remove_leftovers(folder, emit)
+            self._handle = _open_locked(self.path)
+            self._remove = weakref.finalize(self, _remove, self.path, self._handle)  # at the end of the process at last
+        except OSError as error:
+            raise InputError(
+                f"{self.path} for offloaded optimizer state cannot be made: {error.strerror or error}",
+                hint="point memory.disk_folder at a folder that can be written",
+            ) from error
+        assert self.size_bytes, name
+        try:
+            os.posix_fallocate(self._handle, 0, self.size_bytes)
+            self._pages: mmap.mmap | None = mmap.mmap(self._handle, self.size_bytes)
+        except OSError as error:
+            self._remove()
+            raise _no_room(self.path, self.size_bytes, error) from error
+        self.buffers = {key: self._map(start, *kinds[key]) for key, start in self._starts.items()}
+
+    def bytes_of(self, name: str) -> int:
+        """Of one buffer in the file, with what fills its last page; 0 for one that it has not."""
+        return self._spaces.get(name, 0)
+
+    def is_whole(self) -> bool:
+        """Whether the file is there in its full length."""
+        return self.path.exists() and self.path.stat().st_size == self.size_bytes
+
+    def check(self) -> None:
+        """SnapshotError unless the file is as long as it was made: mapped pages beyond its end cannot be touched."""
+        got = os.fstat(self._handle).st_size
+        if got < self.size_bytes:
+            raise self._cannot_read(f"it has {got} bytes and was made with {self.size_bytes}")
+
+    def read(self, name: str, first: int, target_N: Tensor) -> None:
+        """Items of a buffer from `first` on into contiguous host memory. SnapshotError names the file."""
+        left, at = _raw(target_N), self._starts[name] + first * target_N.element_size()
+        try:
+            while left:
+                count = os.preadv(self._handle, [left], at)
+                if not count:
+                    raise self._cannot_read(f"it ended at byte {at}, {len(left)} bytes early")
+                left, at = left[count:], at + count
+        except OSError as error:
+            raise self._cannot_read(error.strerror or str(error)) from error
+
+    def write(self, name: str, first: int, source_N: Tensor) -> None:
+        """Contiguous host memory over the items of a buffer from `first` on. MemoryBudgetError names the file."""
+        left, at = _raw(source_N), self._starts[name] + first * source_N.element_size()
+        try:
+            while left:
+                count = os.pwritev(self._handle, [left], at)
+                left, at = left[count:], at + count
+        except OSError as error:
+            raise self._cannot_write(error) from error
+
+    def flush(self) -> None:
+        """Return when the disk has everything. MemoryBudgetError names the file."""
+        try:
+            os.fdatasync(self._handle)
+        except OSError as error:
+            raise self._cannot_write(error) from error
+
+    def close(self) -> None:
+        """Remove the file. The mapped tensors' pages go when the tensors do."""
+        self.buffers = {}
+        self._pages = None
+        self._remove()
+
+    def _map(self, start: int, size: int, dtype: torch.dtype) -> Tensor:
+        assert self._pages is not None
+        return torch.frombuffer(self._pages, dtype=dtype, count=max(1, size), offset=start)[:size]
+
+    def _cannot_read(self, why: str) -> SnapshotError:
+        return SnapshotError(
+            f"offloaded optimizer state in {self.path} cannot be read: {why}",
+            hint="check the disk under memory.disk_folder, then resume the run from its last snapshot",
+        )
+
+    def _cannot_write(self, error: OSError) -> MemoryBudgetError:
+        return MemoryBudgetError(
+            f"offloaded optimizer state could not be written to {self.path}: {error.strerror or error}",
+            hint="check the disk under memory.disk_folder, then resume the run from its last snapshot",
+        )
+
+
+def remove_leftovers(folder: Path, emit: Callable[..., None]) -> None:
+    """Remove state files that no living process holds: in the folder, and in those of the other ranks beside it."""
+    folders = folder.parent.glob("rank-*") if folder.name.startswith("rank-") else [folder]
+    for path in sorted(path for one in folders for path in one.glob(f"*{SUFFIX}")):
+        try:
+            handle = os.open(path, os.O_RDWR)
+        except FileNotFoundError:
+            continue  # its owner, or another rank, was faster
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            size_bytes = os.fstat(handle).st_size
+            path.unlink(missing_ok=True)
+            emit("trainer.offload_leftover_removed", path=str(path), size_bytes=size_bytes)
+        except BlockingIOError:
+            continue  # in use
+        finally:
+            os.close(handle)
+
+
+def _remove(path: Path, handle: int) -> None:
+    path.unlink(missing_ok=True)
+    os.close(handle)
+
+
+def _open_locked(path: Path) -> int:
+    """A new empty file that this process holds. InputError if another one does, for longer than another rank takes that
+    finds the file before its lock and looks whether it is a leftover."""
+    ends_s = time.monotonic() + LOOK_S
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            if time.monotonic() < ends_s:
+                time.sleep(POLL_S)
+                continue
+            raise InputError(
+                f"{path} is in use by another process", hint="give each run a memory.disk_folder of its own"
+            ) from None
+        if path.exists() and os.path.samestat(os.fstat(handle), path.stat()):
+            os.ftruncate(handle, 0)
+            return handle
+        os.close(handle)  # taken for a leftover between the two calls: make it again
+
+
+def _no_room(path: Path, size_bytes: int, error: OSError) -> MemoryBudgetError:
+    return MemoryBudgetError(
+        f"{size_bytes} bytes for offloaded optimizer state could not be reserved in {path}: {error.strerror or error}",
+        hint=f"free {size_bytes} bytes there, point memory.disk_folder at a larger disk, "
+        'or set trainer.offload_optimizer = "host"'
+        if is_disk_full(error)
+        else "point memory.disk_folder at a local file system that can reserve space",
+    )
+
+
+def _raw(host_N: Tensor) -> memoryview:
+    """The tensor's bytes, to be read or written in place."""
+    assert host_N.is_contiguous() and host_N.device.type == "cpu"
+    size_bytes = host_N.numel() * host_N.element_size()
+    return memoryview((ctypes.c_ubyte * size_bytes).from_address(host_N.data_ptr())).cast("B")

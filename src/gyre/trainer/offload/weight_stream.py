@@ -1,0 +1,174 @@
+"""Weight stream: a model whose weights live in host memory visits the device for its passes, layer by layer. In: a
+Decoder, the host memory for its numbers. Out: the same Decoder, whose parameters are on the device while they compute;
+the bytes moved and the time waited.
+
+At rest every parameter lies in host memory, and nowhere else. During a visit what is outside the layers has a room of
+its own on the device, and the layers have two in turn: while one computes, the next one comes by a lane of its own. A
+pass with a backward one turns round at the last layer, and the two that are there stay. A parameter stays the same
+object and is pointed at its room and back: autograd keeps parameters as objects, so that the backward pass of a layer
+reads what is there by then, as FSDP2's does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gyre.models.decoder import Decoder
+from gyre.trainer.offload.copy_streams import Mark, Reached, compute_lane, make_lane, seconds_between
+from gyre.trainer.offload.slices import LAYER_ROOMS
+from gyre.trainer.offload.state_stream import Traffic
+
+ALIGN_BYTES = 256  # of a tensor in a room, as torch's own allocator aligns
+
+
+@dataclass(slots=True)
+class Room:
+    """A place on the device for one layer at a time."""
+
+    tensors: list[Tensor]
+    layer: int | None = None
+    fetched: Mark = field(default_factory=Reached)
+
+
+class WeightStream:
+    """Of one model, all of whose parameters lie in host memory. Not thread-safe: one pass at a time."""
+
+    def __init__(self, decoder: Decoder, head: nn.Module | None, device: torch.device) -> None:
+        """`head`: beside the decoder, parameters and all."""
+        self._device, self._lane = device, make_lane(device)
+        layers = [list(layer.parameters()) for layer in decoder.layers]
+        inside = {id(parameter) for layer in layers for parameter in layer}
+        root = [parameter for parameter in decoder.parameters() if id(parameter) not in inside]
+        root += [] if head is None else list(head.parameters())
+        self._layers = [[(parameter, parameter.detach()) for parameter in layer] for layer in layers]
+        self._root = [(parameter, parameter.detach()) for parameter in root]
+        sizes = [room_bytes(root), *[room_bytes(layers[0])] * LAYER_ROOMS]
+        self.rooms_B = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
+        first_B, *rest_B = self.rooms_B.split(sizes)
+        self._root_room = carve(first_B, root)
+        self._rooms = [Room(tensors=carve(room_B, layers[0])) for room_B in rest_B]
+        self._visiting, self._backward_at = False, -1
+        self._gaps: list[tuple[Mark, Mark]] = []  # in which the computation waited for weights
+        self._in_bytes = 0
+        self._hooks: list[Any] = []
+        for index, layer in enumerate(decoder.layers):
+            self._hooks.append(layer.register_forward_pre_hook(partial(self._before, index)))
+            self._hooks.append(layer.register_forward_hook(partial(self._after, index)))
+
+    @contextlib.contextmanager
+    def visit(self) -> Iterator[None]:
+        """Passes of the decoder run in here only. The numbers in host memory must not change meanwhile."""
+        assert not self._visiting, "one visit at a time"
+        self._visiting, self._backward_at = True, -1
+        try:
+            compute = compute_lane(self._device)
+            before = compute.mark()
+            fetched = self._fetch(self._root, self._root_room, before)
+            compute.after(fetched)
+            self._gaps.append((before, compute.mark()))
+            yield
+        finally:
+            self._rest(self._root)
+            for room in self._rooms:
+                self._empty(room)
+            self._visiting = False
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of the weights in host memory, and of the rooms on the device."""
+        weights = [host for part in (self._root, *self._layers) for _, host in part]
+        return {"size_bytes": sum(host.nbytes for host in weights), "rooms_bytes": self.rooms_B.nbytes}
+
+    def take_traffic(self) -> Traffic:
+        """Bytes moved since the last call, and the time waited as far as the device has got."""
+        traffic, self._in_bytes = Traffic(in_bytes=self._in_bytes), 0
+        done = [after.query() for _, after in self._gaps]
+        traffic.waited_s = sum(seconds_between(*gap) for gap, is_done in zip(self._gaps, done, strict=True) if is_done)
+        self._gaps = [gap for gap, is_done in zip(self._gaps, done, strict=True) if not is_done]
+        return traffic
+
+    def close(self) -> None:
+        """The parameters stay in host memory, and the decoder computes where they are."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _before(self, index: int, *_: Any) -> None:
+        assert self._visiting, "the weights are in host memory: a pass outside a visit"
+        if self._backward_at == index:
+            return  # the layer runs again for its own backward pass, or first after it: it is there, as is the next
+        self._backward_at, follower = -1, index + 1
+        if not torch.is_grad_enabled():
+            follower %= len(self._layers)  # of the next pass; one with a backward pass turns round
+        self._enter(index, follower)
+
+    def _after(self, index: int, _: nn.Module, __: Any, output_TE: Tensor) -> None:
+        if output_TE.requires_grad:
+            output_TE.register_hook(lambda _: self._begin_backward(index))
+
+    def _begin_backward(self, index: int) -> None:
+        self._backward_at = index
+        self._enter(index, index - 1)
+
+    def _enter(self, index: int, follower: int) -> None:
+        """From here on the layer is computed with; `follower`, where there is such a layer, begins to come."""
+        compute = compute_lane(self._device)
+        before = compute.mark()
+        room = self._room_of(index) or self._bring(index, follower, before)
+        compute.after(room.fetched)
+        self._gaps.append((before, compute.mark()))
+        if 0 <= follower < len(self._layers) and self._room_of(follower) is None:
+            self._bring(follower, index, before)
+
+    def _room_of(self, index: int) -> Room | None:
+        return next((room for room in self._rooms if room.layer == index), None)
+
+    def _bring(self, index: int, keep: int, computed: Mark) -> Room:
+        """Into the room that does not hold `keep`, once what was computed with its old contents is done."""
+        room = next(room for room in self._rooms if room.layer is None or room.layer != keep)
+        self._empty(room)
+        room.layer, room.fetched = index, self._fetch(self._layers[index], room.tensors, computed)
+        return room
+
+    def _fetch(self, weights: Sequence[tuple[Tensor, Tensor]], room: Sequence[Tensor], computed: Mark) -> Mark:
+        self._lane.after(computed)
+        for (parameter, host), there in zip(weights, room, strict=True):
+            self._lane.copy(there, host)
+            parameter.data = there
+            self._in_bytes += host.nbytes
+        return self._lane.mark()
+
+    def _empty(self, room: Room) -> None:
+        if room.layer is not None:
+            self._rest(self._layers[room.layer])
+        room.layer = None
+
+    def _rest(self, weights: Sequence[tuple[Tensor, Tensor]]) -> None:
+        for parameter, host in weights:
+            parameter.data = host
+
+
+def room_bytes(tensors: Sequence[Tensor]) -> int:
+    """Of memory that holds them all."""
+    return sum(_aligned(tensor) for tensor in tensors)
+
+
+def carve(room_B: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors of the same shapes and dtypes in one piece of memory."""
+    found, first = [], 0
+    for tensor in tensors:
+        flat_N = room_B[first : first + tensor.numel() * tensor.element_size()].view(tensor.dtype)
+        found.append(flat_N.view(tensor.shape))
+        first += _aligned(tensor)
+    return found
+
+
+def _aligned(tensor: Tensor) -> int:
+    size_bytes = math.prod(tensor.shape) * tensor.element_size()
+    return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES

@@ -1,0 +1,1 @@
+"""Optimizers over flat and sharded parameters, learning rate, loss scale."""

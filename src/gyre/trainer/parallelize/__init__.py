@@ -1,0 +1,1 @@
+"""Shards a decoder over ranks."""

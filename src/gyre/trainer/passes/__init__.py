@@ -1,0 +1,1 @@
+"""Forward and backward passes over packed micro-batches."""

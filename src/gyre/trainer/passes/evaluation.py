@@ -1,0 +1,127 @@
+"""Evaluation: what the trainer's models say of a batch. In: a batch, which model. Out: log-probs, values, scores of the
+whole batch, on every rank. Runs on the compute thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from gyre.core.errors import ConfigError
+from gyre.core.records import Evaluation, TrainBatch, TrainSequence, Which
+from gyre.distributed.process_group import Group
+from gyre.models.decoder import NOTHING
+from gyre.objectives.api import AnyObjective, needs_old_logprobs, required_columns
+from gyre.trainer.batching.epoch_plan import EpochPlan, Planner
+from gyre.trainer.batching.microbatch import check_columns
+from gyre.trainer.config import TrainerConfig
+from gyre.trainer.metrics.throughput import Meter
+from gyre.trainer.passes.backward import Models
+from gyre.trainer.passes.forward import logprobs_of, scores_of, values_of
+from gyre.trainer.roles.memory_components import ScoredModel, Tenancy
+from gyre.trainer.roles.reference_model import Reference
+
+
+class Evaluator:
+    """Forward passes over batches that are dealt to the ranks as a step deals them."""
+
+    def __init__(
+        self,
+        *,
+        objective: AnyObjective,
+        config: TrainerConfig,
+        models: Models,
+        reference: Reference | None,
+        reward_model: ScoredModel | None,
+        planner: Planner,
+        tenancy: Tenancy,
+        group: Group,
+        meter: Meter,
+    ) -> None:
+        self._objective, self._config, self._models = objective, config, models
+        self._reference, self._reward_model = reference, reward_model
+        self._planner, self._tenancy, self._group, self._meter = planner, tenancy, group, meter
+
+    def evaluate(self, batch: TrainBatch, which: Which) -> Evaluation:
+        """Log-probs and values are packed as by the first epoch of a step, so that equal weights give equal bits."""
+        sequences = batch.sequences
+        if which == "reward":
+            return Evaluation(which=which, per_sequence=self._scores(sequences))
+        plan = self._planner.plan(sequences, batch.step, 0)
+        if which != "critic":
+            return Evaluation(which=which, per_token=self._logprobs(which, sequences, plan))
+        critic = self._models.critic
+        assert critic is not None and critic.head is not None, f"objective {self._objective.kind} has no critic"
+        self._tenancy.need("critic.params")
+        self._meter.count(critic.decoder.spec, plan.chunks, scalar=True, backward=False)
+        given = sequences, plan.chunks, self._group, critic.float8
+        with self._tenancy.visiting("critic"):
+            values, last_values = values_of(critic.decoder, critic.head, *given)
+        return Evaluation(which=which, per_token=values, per_sequence=last_values)
+
+    def complete(self, batch: TrainBatch) -> tuple[Sequence[TrainSequence], EpochPlan]:
+        """Compute the columns that the objective needs, the batch lacks and the models can give."""
+        sequences = batch.sequences
+        plan = self._planner.plan(sequences, batch.step, 0)
+        required = required_columns(self._objective)
+        wanted: dict[str, Which] = {"reference_logprobs": "reference"} if "reference_logprobs" in required else {}
+        updates_per_batch = len(plan.updates) * self._config.epochs_per_batch
+        if needs_old_logprobs(self._objective, updates_per_batch=updates_per_batch):
+            sequences = tuple(_with_old_logprobs(sequence) for sequence in sequences)
+            wanted["old_logprobs"] = "policy"
+        for column, which in wanted.items():
+            if any(column not in sequence.columns for sequence in sequences):
+                prefix = "reference" if which == "reference" and self._reference else "actor.params"
+                with self._tenancy.all_on_device(prefix):  # with its rooms, which take no place in the passes to come
+                    per_token = self._logprobs(which, sequences, plan)
+                sequences = tuple(
+                    replace(sequence, columns={**sequence.columns, column: values})
+                    for sequence, values in zip(sequences, per_token, strict=True)
+                )
+        check_columns(sequences, required, self._objective.kind)
+        return sequences, plan.with_columns(sequences, self.columns(sequences))
+
+    def columns(self, sequences: Sequence[TrainSequence]) -> list[str]:
+        """Columns that chunks carry: what the objective requires, and old log-probs where there are some."""
+        has_old = all("old_logprobs" in sequence.columns for sequence in sequences)
+        return sorted(required_columns(self._objective) - {"loss_mask"}) + (["old_logprobs"] if has_old else [])
+
+    def _logprobs(self, which: Which, sequences: Sequence[TrainSequence], plan: EpochPlan) -> tuple[np.ndarray, ...]:
+        if which == "policy":
+            self._tenancy.need("actor.params")
+            self._meter.count(self._models.actor.decoder.spec, plan.chunks, scalar=False, backward=False)
+            given = sequences, plan.chunks, self._group, self._models.logprobs
+            with self._tenancy.visiting("actor"):
+                return logprobs_of(self._models.actor.decoder, *given)
+        if self._reference is None:
+            raise ConfigError(
+                f"objective '{self._objective.kind}' has no reference model (trainer.reference = "
+                f"'{self._config.reference}'), and its log-probs were asked for",
+                hint="set trainer.reference = 'initial', or give each sequence a column reference_logprobs",
+            )
+        self._tenancy.need("reference")
+        self._meter.count(self._reference.decoder.spec, plan.chunks, scalar=False, backward=False)
+        given = sequences, plan.chunks, self._group, self._models.logprobs
+        with self._tenancy.visiting("reference"):
+            return logprobs_of(self._reference.decoder, *given)
+
+    def _scores(self, sequences: Sequence[TrainSequence]) -> np.ndarray:
+        """Ask the reward model that was given, or else the one that is being trained."""
+        actor = self._models.actor
+        decoder, head = self._reward_model or (actor.decoder, actor.head)
+        float8 = NOTHING if self._reward_model else actor.float8
+        assert head is not None, "this trainer was given no reward model"
+        self._tenancy.need("reward" if self._reward_model else "actor.params")
+        chunks = self._planner.whole(sequences, decoder.spec.vocab_size)
+        self._meter.count(decoder.spec, chunks, scalar=True, backward=False)
+        with self._tenancy.visiting("reward" if self._reward_model else "actor"):
+            return scores_of(decoder, head, len(sequences), chunks, self._group, float8)
+
+
+def _with_old_logprobs(sequence: TrainSequence) -> TrainSequence:
+    """What evaluate(…, "policy") found before the step is the old policy, if the batch brings it along."""
+    if "old_logprobs" in sequence.columns or "policy_logprobs" not in sequence.columns:
+        return sequence
+    return replace(sequence, columns={**sequence.columns, "old_logprobs": sequence.columns["policy_logprobs"]})

@@ -1,0 +1,163 @@
+"""Passes: the forward computations over packed chunks. In: a Decoder, maybe a ScalarHead, chunks. Out: log-probs,
+values or scores: per chunk, under autograd when it is on, or forward only for a whole batch, joined over ranks.
+
+T tokens, N targets, S sequences, E hidden size, as in trainer.batching.microbatch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gyre.core.records import Checkpointing, Projection, TrainSequence
+from gyre.distributed.process_group import Group
+from gyre.kernels.attention import varlen_attention
+from gyre.kernels.logprobs import token_logprobs
+from gyre.models.decoder import NOTHING, Decoder
+from gyre.models.scalar_head import ScalarHead
+from gyre.trainer.batching.microbatch import Chunk, target_mask
+from gyre.trainer.parallelize.sharded_module import is_sharded, reshard
+
+ChunkLogprobs = Callable[[Decoder, Chunk], tuple[Tensor, Tensor]]  # → (logprobs_N, entropy_N), differentiable
+
+
+def hidden_states(
+    decoder: Decoder,
+    chunk: Chunk,
+    rows_N: Tensor | None = None,
+    checkpointing: Checkpointing = "none",
+    float8: frozenset[Projection] = NOTHING,
+) -> Tensor:
+    """Run the decoder over a chunk; each sequence sees itself only. With `rows_N`, hidden states of those tokens.
+    `checkpointing` and `float8` as in `Decoder.hidden`, here and below."""
+
+    def attend(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        return varlen_attention(q_THD, k_TKD, v_TKD, chunk.layout, decoder.spec.window_of(layer))
+
+    positions_T = chunk.layout.positions_T
+    return decoder.hidden(chunk.tokens_T, positions_T, attend, rows_N, checkpointing=checkpointing, float8=float8)
+
+
+def chunk_logprobs(
+    decoder: Decoder, chunk: Chunk, checkpointing: Checkpointing = "none", float8: frozenset[Projection] = NOTHING
+) -> tuple[Tensor, Tensor]:
+    """Return (logprobs_N, entropy_N) of the chunk's targets."""
+    hidden_NE = hidden_states(decoder, chunk, chunk.rows_N, checkpointing, float8)
+    keep_logits = checkpointing == "none" and torch.is_grad_enabled()
+    given = chunk.targets_N, chunk.temperature_N, chunk.support
+    return decoder.through_head(
+        hidden_NE, lambda hidden_NE, weight_VE: token_logprobs(hidden_NE, weight_VE, *given, keep_logits=keep_logits)
+    )
+
+
+def chunk_values(
+    decoder: Decoder,
+    head: ScalarHead,
+    chunk: Chunk,
+    checkpointing: Checkpointing = "none",
+    float8: frozenset[Projection] = NOTHING,
+) -> Tensor:
+    """Return values_N: what the critic expects before each target is chosen."""
+    return head(hidden_states(decoder, chunk, chunk.rows_N, checkpointing, float8))
+
+
+def chunk_scores(
+    decoder: Decoder,
+    head: ScalarHead,
+    chunk: Chunk,
+    checkpointing: Checkpointing = "none",
+    float8: frozenset[Projection] = NOTHING,
+) -> Tensor:
+    """Return scores_S: the reward model's verdict at each sequence's last token."""
+    return head(hidden_states(decoder, chunk, chunk.last_row_S, checkpointing, float8))
+
+
+def logprobs_of(
+    decoder: Decoder,
+    sequences: Sequence[TrainSequence],
+    chunks: Sequence[Chunk],
+    group: Group,
+    compute: ChunkLogprobs = chunk_logprobs,
+) -> tuple[np.ndarray, ...]:
+    """Forward only. Returns float32 [T] per sequence in batch order: log-probs at targets, 0.0 elsewhere."""
+    results = _blank(sequences)
+    with _reading(decoder):
+        for chunk in chunks:
+            _scatter(compute(decoder, chunk)[0], chunk, sequences, results)
+    return _joined(results, group)
+
+
+def values_of(
+    decoder: Decoder,
+    head: ScalarHead,
+    sequences: Sequence[TrainSequence],
+    chunks: Sequence[Chunk],
+    group: Group,
+    float8: frozenset[Projection] = NOTHING,
+) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
+    """Forward only. Returns values before each target (0.0 elsewhere), and the value after each last token."""
+    results, last_values = _blank(sequences), np.zeros(len(sequences), dtype=np.float32)
+    with _reading(decoder):
+        for chunk in chunks:
+            values_T = head(hidden_states(decoder, chunk, float8=float8))
+            _scatter(values_T[chunk.rows_N], chunk, sequences, results)
+            if chunk.members:
+                last_values[list(chunk.members)] = values_T[chunk.last_row_S].cpu().numpy()
+    *per_token, last_values = _joined((*results, last_values), group)
+    return tuple(per_token), last_values
+
+
+def scores_of(
+    decoder: Decoder,
+    head: ScalarHead,
+    num_sequences: int,
+    chunks: Sequence[Chunk],
+    group: Group,
+    float8: frozenset[Projection] = NOTHING,
+) -> np.ndarray:
+    """Forward only. Returns float32 [sequences], the score of each sequence in batch order."""
+    scores = np.zeros(num_sequences, dtype=np.float32)
+    with _reading(decoder):
+        for chunk in chunks:
+            scores_S = chunk_scores(decoder, head, chunk, float8=float8)
+            if chunk.members:
+                scores[list(chunk.members)] = scores_S.cpu().numpy()
+    return _joined((scores,), group)[0]
+
+
+@contextlib.contextmanager
+def _reading(decoder: Decoder) -> Iterator[None]:
+    """Forward passes only. Weights that were gathered for them are let go: the next update changes the shards."""
+    with torch.no_grad() if is_sharded(decoder) else torch.inference_mode():
+        try:
+            yield
+        finally:
+            reshard(decoder)
+
+
+def _blank(sequences: Sequence[TrainSequence]) -> tuple[np.ndarray, ...]:
+    return tuple(np.zeros(len(sequence.tokens), dtype=np.float32) for sequence in sequences)
+
+
+def _scatter(
+    values_N: Tensor, chunk: Chunk, sequences: Sequence[TrainSequence], results: tuple[np.ndarray, ...]
+) -> None:
+    """Put a chunk's numbers where its sequences' targets are."""
+    if not chunk.members:
+        return
+    stops = np.cumsum(chunk.target_counts_S.cpu().numpy())[:-1]
+    for index, part in zip(chunk.members, np.split(values_N.float().cpu().numpy(), stops), strict=True):
+        results[index][target_mask(sequences[index])] = part
+
+
+def _joined(parts: tuple[np.ndarray, ...], group: Group) -> tuple[np.ndarray, ...]:
+    """Join what the ranks found. One rank found each number and the others have 0.0, so a sum changes no bit."""
+    if group.size == 1 or not parts:
+        return parts
+    joined = torch.from_numpy(np.concatenate(parts)).to(group.device)
+    group.all_reduce(joined)
+    return tuple(np.split(joined.cpu().numpy(), np.cumsum([len(part) for part in parts])[:-1]))

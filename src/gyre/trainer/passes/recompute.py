@@ -1,0 +1,86 @@
+"""Recompute: log-probs whose forward pass is another's and whose gradients are the decoder's own. In: a Decoder, a
+chunk, a ChunkForward. Out: (logprobs_N, entropy_N) of the chunk's targets.
+
+The forward pass keeps nothing but each layer's input. The backward pass runs the layer once more, as the decoder
+defines it, from that input, and differentiates this: the gradient of the ordinary pass at the other one's activations,
+in the memory of full activation checkpointing (Chen et al. 2016, arXiv 1604.06174).
+"""
+
+# T tokens, N targets, E hidden size, H heads, K kv heads, D head dim, X of any shape
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gyre.kernels.attention import varlen_attention
+from gyre.kernels.logprobs import logprobs_by
+from gyre.kernels.norm import rms_norm
+from gyre.kernels.rope import rope_tables
+from gyre.models.decoder import Decoder
+from gyre.trainer.batching.microbatch import Chunk
+
+Step = Callable[[Tensor], Tensor]
+
+
+class ChunkForward(Protocol):
+    """The forward pass of one decoder over one chunk, without autograd. Results are new tensors."""
+
+    def layer(self, index: int, x_TE: Tensor) -> Tensor:
+        """Return the residual stream after a layer."""
+        ...
+
+    def final_norm(self, x_NE: Tensor) -> Tensor: ...
+
+    def logprobs(self, hidden_NE: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return logprobs_N, the log of each softmax's sum of exponentials (of logits after temperature), entropy_N."""
+        ...
+
+
+def recomputed_logprobs(decoder: Decoder, chunk: Chunk, forward: ChunkForward) -> tuple[Tensor, Tensor]:
+    """Return (logprobs_N, entropy_N) as `forward` computes them. The chunk has no truncation."""
+    assert chunk.support is None, "runconfig refuses truncation together with this"
+    x_TE = F.embedding(chunk.tokens_T, decoder.embed.weight)
+    cos_T1D, sin_T1D = rope_tables(chunk.layout.positions_T, decoder.inv_freq_F, x_TE.dtype)
+
+    def attend(index: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        return varlen_attention(q_THD, k_TKD, v_TKD, chunk.layout, decoder.spec.window_of(index))
+
+    def plain(index: int, x_TE: Tensor) -> Tensor:
+        return decoder.layers[index](index, x_TE, cos_T1D, sin_T1D, attend, None)
+
+    for index, layer in enumerate(decoder.layers):
+        x_TE = _recomputed(partial(forward.layer, index), partial(plain, index), x_TE, *layer.parameters())
+    norm_E, eps = decoder.final_norm.weight, decoder.spec.norm_eps
+    x_NE = x_TE.index_select(0, chunk.rows_N)
+    hidden_NE = _recomputed(forward.final_norm, lambda x_NE: rms_norm(x_NE, norm_E, eps), x_NE, norm_E)
+    return logprobs_by(forward.logprobs, hidden_NE, decoder.head_weight, chunk.targets_N, chunk.temperature_N)
+
+
+def _recomputed(run: Step, plain: Step, x_X: Tensor, *parameters: Tensor) -> Tensor:
+    """Return run(x) with the gradients of plain(x), which `parameters` take part in."""
+    return Recomputed.apply(run, plain, x_X, *parameters)
+
+
+class Recomputed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: Step, plain: Step, x_X: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.plain, ctx.parameters = plain, parameters
+        ctx.save_for_backward(x_X)
+        return run(x_X)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.enable_grad():
+            x_X = ctx.saved_tensors[0].detach().requires_grad_()
+            y_X = ctx.plain(x_X)
+        wanted = [tensor for tensor in (x_X, *ctx.parameters) if tensor.requires_grad]
+        found = iter(torch.autograd.grad(y_X, wanted, grads[0]))
+        return None, None, *(next(found) if tensor.requires_grad else None for tensor in (x_X, *ctx.parameters))

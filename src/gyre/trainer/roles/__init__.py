@@ -1,0 +1,1 @@
+"""The models of a trainer: trained, reference, and the memory they own."""

@@ -1,0 +1,109 @@
+"""Start: how a model of the trainer gets its storage and its first weights. In: a Decoder, maybe on the meta device,
+how it lies over ranks, a TensorSource. Out: the same Decoder, in place: this rank's part of it on its device, filled.
+
+A decoder of the meta device has shapes and no numbers. Cut there, it never exists whole: a rank makes its shards and
+reads its own runs, one tensor at a time. Without a source it is left blank, for a snapshot to fill.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from gyre.core.records import Projection
+from gyre.distributed.mesh import Split
+from gyre.kernels.rope import rope_frequencies
+from gyre.memory.pools.host_buffer import HostBuffer
+from gyre.models.decoder import NOTHING, Decoder
+from gyre.trainer.config import refuse_cut
+from gyre.trainer.offload.weight_stream import WeightStream, carve, room_bytes
+from gyre.trainer.optim.flat import move_in
+from gyre.trainer.parallelize.sharded_module import local_tensors
+from gyre.weights.shards import ShardLayout, row_layout
+from gyre.weights.tensor_source import TensorSource, fill, whole_places
+
+
+def is_blank(decoder: Decoder) -> bool:
+    """Whether it has shapes only."""
+    return decoder.device.type == "meta"
+
+
+def blank_copy(decoder: Decoder) -> Decoder:
+    """Another model of the same shapes and dtype, on the meta device."""
+    return Decoder(decoder.spec, device=torch.device("meta"), dtype=decoder.dtype)
+
+
+def cut_weights(decoder: Decoder, split: Split, *, trains: bool, float8: frozenset[Projection] = NOTHING) -> None:
+    """Cut the weights over the shard group, and give a blank decoder the storage of its shards. `float8` names the
+    projections that are gathered in 8 bits."""
+    from gyre.trainer.parallelize.fsdp import (
+        shard_decoder,  # here, since FSDP2 is heavy and one process has no use for it
+    )
+
+    blank = is_blank(decoder)
+    shard_decoder(decoder, split, trains=trains, float8=float8)
+    if blank:
+        make_storage(decoder, split.mesh.world.device)
+
+
+def make_storage(decoder: Decoder, device: torch.device) -> None:
+    """Give a blank decoder, or its shards, uninitialised storage."""
+    decoder.to_empty(device=device)
+    place_constants(decoder, device)
+
+
+def place_constants(decoder: Decoder, device: torch.device) -> None:
+    """What a forward pass reads beside the parameters."""
+    spec = decoder.spec
+    decoder.inv_freq_F = rope_frequencies(spec.head_dim, spec.rope_theta, spec.rope_scaling, device)
+
+
+def start_frozen(decoder: Decoder, split: Split, weights: TensorSource | None) -> None:
+    """A model that is not trained. One that is not blank keeps its numbers and takes no source."""
+    assert weights is None or is_blank(decoder)
+    blank, dtype, layout = is_blank(decoder), decoder.dtype, frozen_layout(decoder, split)
+    decoder.requires_grad_(False)
+    if split.shards_weights:
+        cut_weights(decoder, split, trains=False)
+    elif blank:
+        make_storage(decoder, split.mesh.world.device)
+    if weights is not None:
+        fill(local_tensors(decoder), layout.ranks[split.rank], weights, dtype=dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Away:
+    """A frozen model in host memory, and how it visits the device."""
+
+    buffer: HostBuffer
+    stream: WeightStream
+
+
+def start_away(name: str, decoder: Decoder, head: nn.Module | None, split: Split, weights: TensorSource | None) -> Away:
+    """As `start_frozen`, with every weight in host memory. `head` is filled already."""
+    refuse_cut(name, zero=split.zero, ranks=split.mesh.shard.size)
+    assert weights is None or is_blank(decoder)
+    device = split.mesh.world.device
+    decoder.requires_grad_(False)
+    parameters = [*decoder.parameters(), *([] if head is None else head.parameters())]
+    buffer = HostBuffer(room_bytes(parameters), pin=device.type == "cuda", owner=f"component {name}")
+    for parameter, room in zip(parameters, carve(buffer.bytes, parameters), strict=True):
+        move_in(parameter, room)
+    place_constants(decoder, device)
+    if weights is not None:
+        fill_whole(decoder, weights)
+    return Away(buffer, WeightStream(decoder, head, device))
+
+
+def frozen_layout(decoder: Decoder, split: Split) -> ShardLayout:
+    """Who holds what of a model that is not trained; asked before it is cut."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
+    return row_layout(shapes, num_ranks=split.mesh.shard.size if split.shards_weights else 1)
+
+
+def fill_whole(decoder: Decoder, weights: TensorSource) -> None:
+    """Fill a whole decoder, tensor by tensor."""
+    own = local_tensors(decoder)
+    fill(own, whole_places(weights.shapes), weights, dtype=decoder.dtype)

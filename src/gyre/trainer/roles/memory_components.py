@@ -1,0 +1,125 @@
+"""Tenancy: the trainer's components as the memory ledger sees them, and as the trainer itself needs them.
+In: learners, a reference, a reward model, as each is made. Out: a PoolTenant that can tell what is where.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from gyre.core.records import Tier
+from gyre.memory.pools.fixed import FixedPool
+from gyre.memory.pools.storage import PoolTenant, StoragePool
+from gyre.models.decoder import Decoder
+from gyre.models.scalar_head import ScalarHead
+from gyre.trainer.offload.weight_stream import WeightStream
+from gyre.trainer.parallelize.sharded_module import local_tensors
+from gyre.trainer.roles.materialize import Away
+from gyre.trainer.roles.reference_model import Reference, frozen_pools
+from gyre.trainer.roles.trained_model import Learner
+
+ScoredModel = tuple[Decoder, ScalarHead]
+ORDER = ("actor", "critic", "reference", "reward")  # of the owners in the ledger, as the planner has them
+
+
+class Tenancy(PoolTenant):
+    """All components of one trainer."""
+
+    def __init__(self, disk_folder: Path | None, parked: Mapping[str, Tier]) -> None:
+        """`parked`: components that leave the device as soon as they are there, so that the next model has its room."""
+        super().__init__([])
+        self.folder, self._parked = disk_folder, parked
+        self.streams: dict[str, WeightStream] = {}  # of models whose weights are in host memory
+        self._lent: frozenset[str] = frozenset()  # components that somebody reads beside the trainer
+        self._no_longer_read: Callable[[], None] = lambda: None
+
+    def take_learner(self, learner: Learner) -> Learner:
+        self._take(learner.pools(self.folder))
+        if learner.stream is not None:
+            self.streams[learner.name] = learner.stream
+        return learner
+
+    def take_reference(self, reference: Reference) -> Reference:
+        self._take(reference.pools(self.folder))
+        if reference.away is not None:
+            self.streams["reference"] = reference.away.stream
+        return reference
+
+    def take_reward(self, model: ScoredModel, device: torch.device, away: Away | None) -> None:
+        decoder, head = model
+        tensors = local_tensors(decoder)
+        tensors["scalar_head"] = head.weight.detach()
+        self._take(frozen_pools("reward", tensors, device, self.folder, away))
+        if away is not None:
+            self.streams["reward"] = away.stream
+
+    def _take(self, pools: Sequence[StoragePool | FixedPool]) -> None:
+        for pool in pools:
+            self.add(pool)
+            pool.move(self._parked.get(pool.name, pool.tier))
+        rank = {name: (ORDER.index(name.partition(".")[0]), at) for at, name in enumerate(self._pools)}
+        self._pools = {name: self._pools[name] for name in sorted(self._pools, key=rank.__getitem__)}
+
+    def lend(self, names: Iterable[str], no_longer_read: Callable[[], None]) -> None:
+        """Let somebody read components until they change: `no_longer_read` returns when they may."""
+        self.recall()
+        self._lent, self._no_longer_read = frozenset(names), no_longer_read
+
+    def recall(self) -> None:
+        """Before anything that was lent changes."""
+        if self._lent:
+            self._no_longer_read()
+            self._lent, self._no_longer_read = frozenset(), lambda: None
+
+    def move(self, names: Sequence[str], tier: Tier) -> None:
+        if self._lent.intersection(names):
+            self.recall()
+        super().move(names, tier)
+
+    def tiers(self) -> dict[str, Tier]:
+        return {component.name: component.tier for component in self.components()}
+
+    def need(self, *prefixes: str) -> None:
+        """Every component that begins with one of `prefixes` and may be on the device must be there; what has no
+        contents to keep is made again."""
+        for component in self.components():
+            name, tiers = component.name, component.tiers
+            if not name.startswith(prefixes) or component.tier == "device" or "device" not in tiers:
+                continue
+            assert tiers == ("device", "none"), f"{name} is on '{component.tier}'; the phase needs it on the device"
+            self.move([name], "device")
+
+    @contextlib.contextmanager
+    def visiting(self, *owners: str) -> Iterator[None]:
+        """Around passes of these models: those in host memory visit the device."""
+        with contextlib.ExitStack() as stack:
+            for owner in owners:
+                if owner in self.streams:
+                    self.need(f"{owner}.rooms")
+                    stack.enter_context(self.streams[owner].visit())
+            yield
+
+    @contextlib.contextmanager
+    def on_device(self, name: str) -> Iterator[None]:
+        """Bring a component to the device for a while, if it ever is there."""
+        component = next(one for one in self.components() if one.name == name)
+        tier: Tier = component.tier if "device" in component.tiers else "device"
+        if tier != "device":
+            self.move([name], "device")
+        try:
+            yield
+        finally:
+            if tier != "device":
+                self.move([name], tier)
+
+    @contextlib.contextmanager
+    def all_on_device(self, prefix: str) -> Iterator[None]:
+        """Bring one model's components to the device for a while."""
+        with contextlib.ExitStack() as stack:
+            for name in self.tiers():
+                if name.startswith(prefix):
+                    stack.enter_context(self.on_device(name))
+            yield

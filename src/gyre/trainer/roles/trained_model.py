@@ -1,0 +1,193 @@
+"""Learner: one model that is trained (actor, critic or reward model) with its optimiser state and memory components.
+In: a Decoder, maybe a ScalarHead, how they lie over ranks, first weights. Out: updated weights, named tensors, storage
+pools.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gyre.core.records import Checkpointing, Projection, Tier
+from gyre.distributed.mesh import Split
+from gyre.memory.pools.cuda_vmm import find_driver
+from gyre.memory.pools.fixed import FixedPool
+from gyre.memory.pools.storage import StoragePool
+from gyre.models.decoder import Decoder
+from gyre.models.scalar_head import ScalarHead
+from gyre.trainer.adamw.adamw_8bit import CodedUpdate
+from gyre.trainer.adamw.blocks import check_codes
+from gyre.trainer.checkpoint.shards import Holding, PartSource, sharers
+from gyre.trainer.config import TrainerConfig, refuse_cut
+from gyre.trainer.offload.state_placement import Home
+from gyre.trainer.offload.weight_stream import WeightStream
+from gyre.trainer.optim.flat import AdamW, FlatOptimizer
+from gyre.trainer.optim.sharded import RowOptimizer, SlicedOptimizer
+from gyre.trainer.parallelize.float8_gather import float8_projections, float8_shard, share_amaxes
+from gyre.trainer.parallelize.sharded_module import begin_chunk, is_sharded, local_tensors, reshard
+from gyre.trainer.roles.materialize import cut_weights, fill_whole, is_blank, place_constants
+from gyre.weights.tensor_source import TensorSource, fill
+
+HEAD_PREFIX = "scalar_head."
+
+
+class Learner:
+    """Decoder, scalar head (or None) and optimiser under one name, which prefixes components and snapshot keys."""
+
+    def __init__(
+        self,
+        name: str,
+        decoder: Decoder,
+        head: ScalarHead | None,
+        config: TrainerConfig,
+        split: Split,
+        *,
+        folder: Path | None,
+        emit: Callable[..., None],
+        progress: Callable[[], None],
+        weights: TensorSource | None = None,
+    ) -> None:
+        """`folder`: of the disk tier, for offloaded state; `progress` as in Home. A decoder on the meta device takes
+        its numbers from `weights`, or stays blank until `restore`."""
+        self.name, self.decoder, self.head, self.split = name, decoder, head, split
+        self.checkpointing: Checkpointing = config.checkpointing
+        self.dtype = decoder.dtype  # that the forward pass computes in
+        self.float8 = float8_projections(decoder, config.matmul, split.mesh.world.device)
+        assert weights is None or is_blank(decoder)
+        if name in config.offload_parameters:
+            refuse_cut(name, zero=split.zero, ranks=split.mesh.shard.size)
+        if config.moments == "8_bit":
+            check_codes(name, [tuple(parameter.shape) for parameter in decoder.parameters()])
+        if split.shards_weights:
+            cut_weights(decoder, split, trains=True, float8=self.float8)
+        parameters = dict(decoder.named_parameters())
+        if head is not None:
+            parameters |= {HEAD_PREFIX + key: parameter for key, parameter in head.named_parameters()}
+        kind: type[AdamW] = FlatOptimizer
+        if split.shards_state:
+            kind = RowOptimizer if split.shards_weights else SlicedOptimizer
+        elsewhere = is_blank(decoder) or name in config.offload_parameters  # than on the device that it computes on
+        device = split.mesh.world.device if elsewhere else decoder.device
+        self.home = Home.of(name, device, config, folder, emit, progress)
+        self.optimizer = kind(
+            parameters,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            mesh=split.mesh,
+            home=self.home,
+            **_update_of(config, device),
+        )  # which gives a blank decoder that is not cut the storage that it computes with
+        place_constants(decoder, split.mesh.world.device)
+        if weights is not None:
+            self._fill(weights)
+        self.stream = WeightStream(decoder, head, self.home.device) if self.home.weights else None
+        self.weights_changed()
+
+    def _fill(self, weights: TensorSource) -> None:
+        if self.split.shards_weights:
+            fill(local_tensors(self.decoder), self.optimizer.places, weights, dtype=self.dtype)
+        else:
+            fill_whole(self.decoder, weights)
+        self.optimizer.take_masters()
+
+    def begin_chunk(self, *, last: bool) -> None:
+        """Before the forward pass of an update's chunk."""
+        begin_chunk(self.decoder, self.split, last=last)
+
+    def update(self, *, learning_rate: float, grad_scale: float) -> None:
+        """One step of the optimiser, with the summed gradient × grad_scale."""
+        self.optimizer.update(learning_rate=learning_rate, grad_scale=grad_scale)
+        self.weights_changed()
+
+    def weights_changed(self) -> None:
+        """Shards that are gathered in 8 bits are scaled by the largest number of the whole weight. Collective."""
+        share_amaxes(self.optimizer.parameters.values(), self.dtype, self.split.mesh.shard)
+
+    def gathers_in_float8(self, projection: Projection) -> bool:
+        """Whether the ranks exchange this matrix's weights in 8 bits."""
+        return float8_shard(getattr(self.decoder.layers[0], projection).weight) is not None
+
+    def let_go(self) -> None:
+        """Of weights that a pass which was cut short has left gathered."""
+        reshard(self.decoder)
+
+    def pools(self, folder: Path | None) -> list[StoragePool | FixedPool]:
+        """One pool per component. With float32 weights the master is the compute weights and has no pool of its own.
+        Whole compute weights keep their addresses: an engine that shares them has captured those in graphs. What is
+        offloaded stays where it is; the places through which it visits the device are a component too."""
+        optimizer, device = self.optimizer, self.home.device if self.stream is not None else self.decoder.device
+        contents: dict[str, Mapping[str, Tensor]] = {}
+        if self.stream is None:
+            contents["params"] = optimizer.compute_tensors()
+        else:
+            contents["rooms"] = {"rooms": self.stream.rooms_B}
+        if not self.home.gradients:
+            contents["grads"] = {"grad": optimizer.grad_N}
+        if self.home.state == "none":
+            contents["optimizer"] = optimizer.moments
+            if masters := optimizer.master_tensors():
+                contents["master"] = masters
+        if self.home.staging_X is not None:
+            contents["staging"] = {"slots": self.home.staging_X}
+        brief: tuple[Tier, ...] = ("device", "none")  # zero, or of no meaning, between steps: nothing to keep
+        tiers = {"grads": brief, "staging": brief, "rooms": brief}
+        keeps_addresses = not is_sharded(self.decoder)
+        return [
+            StoragePool(
+                f"{self.name}.{kind}",
+                tensors,
+                tiers=tiers.get(kind, ("device", "host", "disk")),
+                folder=folder,
+                device=device,
+                driver=find_driver(device) if kind == "params" and keeps_addresses else None,
+            )
+            for kind, tensors in contents.items()
+        ] + self.home.fixed_pools()
+
+    def holdings(self) -> list[Holding]:
+        """What a snapshot holds of this learner, and this rank of that. Gradients don't outlive a step.
+        Offloaded state is read and written where it lies: host memory, or the mapped file."""
+        self.home.check()
+        optimizer, split = self.optimizer, self.split
+        hold = partial(Holding, rank=split.mesh.shard.rank, sharers=sharers(optimizer.layout, split.mesh))
+        masters = hold(
+            component=f"{self.name}.{'master' if optimizer.master_tensors() else 'params'}",
+            prefix=f"{self.name}.master.",
+            layout=optimizer.layout,
+            dtype=torch.float32,
+            tensors={name: tensor.detach() for name, tensor in optimizer.masters().items()},
+        )
+        moments = [
+            hold(
+                component=f"{self.name}.optimizer",
+                prefix=f"{self.name}.{field.name}.",
+                layout=optimizer.field_layout(field),
+                dtype=field.dtype,
+                tensors={"flat": optimizer.moments[field.name]},
+                cut=lambda flat, field=field: optimizer.field_runs(field, flat["flat"]),
+            )
+            for field in optimizer.fields
+        ]
+        return [masters, *moments]
+
+    def restore(self, source: PartSource, num_updates: int) -> None:
+        """Take this rank's part of a snapshot that was found to fit, in place. Collective: new weights go to all."""
+        self.optimizer.zero_grad()
+        self.let_go()
+        for holding in self.holdings():
+            holding.load(source)
+        self.home.flush()
+        self.optimizer.num_updates = num_updates
+        self.optimizer.refresh_compute()
+        self.weights_changed()
+
+
+def _update_of(config: TrainerConfig, device: torch.device) -> dict[str, Any]:
+    """What an optimiser is told of its moments."""
+    return {"codes": True, "update_spans": CodedUpdate(device)} if config.moments == "8_bit" else {}

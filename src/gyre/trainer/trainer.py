@@ -1,0 +1,485 @@
+"""NativeTrainer: actor, critic, reference and reward model in this process. In: unpacked batches. Out: new weights,
+log-probs, values, scores. Implements PolicyTrainer and MemoryTenant.
+
+Every objective goes through one loop: for each epoch, for each update, for each chunk: forward, loss, backward; then
+clip, AdamW, version + 1. Torch work runs on the compute thread that the constructor is given; `register`, `snapshot`,
+`restore`, `move` are called on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gyre.core.errors import SnapshotError
+from gyre.core.records import Component, Evaluation, Manifest, StepReport, Tier, TrainBatch, Usage, Which
+from gyre.distributed.config import ParallelConfig
+from gyre.distributed.mesh import Splitter
+from gyre.distributed.process_group import Group, alone
+from gyre.models.decoder import Decoder
+from gyre.models.scalar_head import ScalarHead
+from gyre.objectives.api import AnyObjective, needs_critic, needs_reference, trains_scores
+from gyre.trainer.batching.epoch_plan import EpochPlan, Planner, Update
+from gyre.trainer.checkpoint.shards import OTHER_MODEL, HeldParts, Holding, Part, PartSource, check_kinds
+from gyre.trainer.checkpoint.staging import padded
+from gyre.trainer.config import TrainerConfig
+from gyre.trainer.metrics import startup_events
+from gyre.trainer.metrics.profiler import Tracer
+from gyre.trainer.metrics.throughput import SENT, Meter
+from gyre.trainer.optim.grad_scaler import LossScale
+from gyre.trainer.optim.lr_schedule import learning_rate_factor
+from gyre.trainer.passes.backward import Models, Totals, collect_gradients, refuse_divergence
+from gyre.trainer.passes.evaluation import Evaluator
+from gyre.trainer.passes.forward import ChunkLogprobs, chunk_logprobs
+from gyre.trainer.roles.materialize import blank_copy, is_blank, start_away, start_frozen
+from gyre.trainer.roles.memory_components import ScoredModel, Tenancy
+from gyre.trainer.roles.reference_model import Reference
+from gyre.trainer.roles.trained_model import HEAD_PREFIX, Learner
+from gyre.weights.gather import ShardSource
+from gyre.weights.manifest import make_manifest
+from gyre.weights.tensor_source import LiveTensors, TensorSource
+
+
+class NativeTrainer:
+    """Trains `decoder` in place: an engine that reads the same Decoder has each new version at once."""
+
+    def __init__(
+        self,
+        *,
+        decoder: Decoder,
+        objective: AnyObjective,
+        config: TrainerConfig,
+        compute: Executor,
+        emit: Callable[..., None],
+        seed: int,
+        head: ScalarHead | None = None,
+        critic: ScoredModel | None = None,
+        reward_model: ScoredModel | None = None,
+        weights: TensorSource | None = None,
+        reward_weights: TensorSource | None = None,
+        version: int = 0,
+        shared: bool = True,
+        disk_folder: Path | None = None,
+        parked: Mapping[str, Tier] | None = None,
+        group: Group | None = None,
+        parallel: ParallelConfig | None = None,
+        logprobs: ChunkLogprobs | None = None,
+        peak_flops: float | None = None,
+        trace_folder: Path | None = None,
+        progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`head` continues a reward model under objective rm; `critic` one under ppo: without them the head starts at
+        zero and the critic's trunk as a copy of the actor. `reward_model` is what evaluate(…, "reward") asks.
+        `weights` fill a decoder on the meta device, and what begins like it (reference, critic); without them it is
+        blank, and nothing but `restore` may follow. `reward_weights` fill a reward model on the meta device.
+        `shared` goes into the manifest: the engine reads this trainer's own weights. `disk_folder` gives components
+        a disk tier; `parked` ones leave the device as soon as they are made. `logprobs` is how actor and reference
+        compute a chunk's log-probs, if not as usual. `group`: the ranks that train together (`distributed.init.join`).
+        Each has a NativeTrainer made with the same arguments and weights, and every rank calls every method, with the
+        same global batch. `parallel` says how their models lie over them. `peak_flops`: of the device per second in the
+        compute dtype, for MFU. `trace_folder`: where the first rank puts the traces that the config asks for.
+        `progress` is called, beside the layers that run, while a step does what can take minutes without one: an update
+        of offloaded state, the writing of a trace."""
+        self._objective, self._config, self._seed = objective, config, seed
+        self._compute, self._emit, self._shared = compute, emit, shared
+        self._group = group or alone(decoder.device)
+        device = self._group.device
+        assert device.type != "meta", "a trainer of a blank model is told its device by the group"
+        startup_events.kernels(emit, decoder, device)
+        if trains_scores(objective) and head is None:
+            head = ScalarHead(decoder.spec.hidden_size, device=device)
+        assert head is None or trains_scores(objective), f"objective {objective.kind} trains no scalar head"
+        self._version, self._steps_done = version, 0
+        self._has_gradients = False  # that no update has taken
+        self._lost_steps = 0  # in a row, without a finite gradient
+        self._model = json.loads(json.dumps(asdict(decoder.spec)))  # as a snapshot says it
+        self._filled = weights is not None or not is_blank(decoder)
+        self._tenancy = Tenancy(disk_folder, parked or {})
+        splitter = Splitter(self._group, parallel or ParallelConfig())
+        with self._group.guard("start of the trainer"):
+            self._start(decoder, head, critic, weights, splitter, logprobs, progress)
+            if reward_model is not None:
+                split, away = splitter.split("reward"), None
+                if "reward" in config.offload_parameters:
+                    away = start_away("reward", *reward_model, split, reward_weights)
+                else:
+                    start_frozen(reward_model[0], split, reward_weights)
+                self._tenancy.take_reward(reward_model, device, away)
+        for model, stream in self._tenancy.streams.items():
+            self._emit("trainer.offload_parameters", model=model, **stream.sizes())
+        self._planner = Planner(
+            objective=objective,
+            config=config,
+            seed=seed,
+            vocab_size=decoder.spec.vocab_size,
+            device=device,
+            emit=emit,
+            rank=self._group.rank,
+            num_ranks=self._group.size,
+        )
+        self._meter = Meter(self._group, peak_flops=peak_flops)
+        folder = trace_folder if self._group.rank == 0 else None
+        self._tracer = Tracer(folder, config.trace_steps, device=device, emit=emit, progress=progress)
+        self._evaluator = Evaluator(
+            objective=objective,
+            config=config,
+            models=self._models,
+            reference=self._reference,
+            reward_model=reward_model,
+            planner=self._planner,
+            tenancy=self._tenancy,
+            group=self._group,
+            meter=self._meter,
+        )
+
+    def _start(
+        self,
+        decoder: Decoder,
+        head: ScalarHead | None,
+        critic: ScoredModel | None,
+        weights: TensorSource | None,
+        splitter: Splitter,
+        logprobs: ChunkLogprobs | None,
+        progress: Callable[[], None],
+    ) -> None:
+        """Make the models that a snapshot holds. The actor last: what begins like it reads it before it is cut."""
+        first = weights if is_blank(decoder) else LiveTensors(dict(decoder.named_parameters()))
+        config, tenancy, reference, learner = self._config, self._tenancy, None, None
+        make = partial(Learner, config=config, folder=tenancy.folder, emit=self._emit, progress=progress)
+        if needs_reference(self._objective) and config.reference == "initial":
+            own = Reference(blank_copy(decoder), config, splitter.split("reference"), first)
+            reference = tenancy.take_reference(own)
+        if needs_critic(self._objective):
+            split = splitter.split("critic")
+            if critic is not None:
+                learner = make("critic", *critic, split=split)
+            else:
+                scores = ScalarHead(decoder.spec.hidden_size, device=self._group.device)
+                learner = make("critic", blank_copy(decoder), scores, split=split, weights=first)
+            tenancy.take_learner(learner)
+        del first  # the actor's storage moves, which nobody else may hold
+        actor = tenancy.take_learner(make("actor", decoder, head, split=splitter.split("actor"), weights=weights))
+        assert logprobs is None or not actor.float8, "log-probs that are given know nothing of 8 bits"
+        logprobs = logprobs or partial(chunk_logprobs, checkpointing=config.checkpointing, float8=actor.float8)
+        self._models, self._reference = Models(actor=actor, critic=learner, logprobs=logprobs), reference
+        self._loss_scale = LossScale() if actor.dtype == torch.float16 else None
+        learners = self._models.learners
+        if config.matmul == "fp8":
+            startup_events.float8(self._emit, learners)
+        if config.moments == "8_bit":
+            startup_events.moments(self._emit, learners)
+
+    # PolicyTrainer ---------------------------------------------------------------------------------------------------
+
+    async def step(self, batch: TrainBatch) -> StepReport:
+        return await asyncio.get_running_loop().run_in_executor(self._compute, self.step_now, batch)
+
+    async def evaluate(self, batch: TrainBatch, which: Which) -> Evaluation:
+        return await asyncio.get_running_loop().run_in_executor(self._compute, self.evaluate_now, batch, which)
+
+    async def close(self) -> None:
+        """Free everything but the actor's compute weights and the reward model, which belong to the caller."""
+        await asyncio.get_running_loop().run_in_executor(self._compute, self._close)
+
+    def register(self) -> tuple[Manifest, Mapping[str, Any]]:
+        """The version and its tensors, or, where no rank holds them whole, a ShardSource to gather them from."""
+        self._assert_filled()
+        actor = self._models.actor
+        if not actor.split.shards_weights:
+            parameters = actor.optimizer.parameters.items()
+            tensors = {name: p.detach() for name, p in parameters if not name.startswith(HEAD_PREFIX)}
+            return make_manifest(self._version, tensors, shared=self._shared, checksums=not self._shared), tensors
+        shapes = {name: shape for name, shape in actor.optimizer.shapes.items() if not name.startswith(HEAD_PREFIX)}
+        like = {name: torch.empty(shape, dtype=actor.dtype, device="meta") for name, shape in shapes.items()}
+        source = ShardSource(
+            actor.optimizer.layout.of(list(shapes)),
+            actor.optimizer.masters(),
+            group=actor.split.mesh.shard,
+            dtype=actor.dtype,
+        )
+        return make_manifest(self._version, like, shared=False, checksums=False), source
+
+    def snapshot(self) -> Mapping[str, Any]:
+        """Return {"tensors": copies of this rank's Parts by key, "state": JSON-able}. The parts of all ranks together
+        are the whole, each number once."""
+        taken = self.live_snapshot()
+        parts = {key: replace(part, values_N=_host_copy(part.values_N)) for key, part in taken["tensors"].items()}
+        return {"tensors": parts, "state": taken["state"]}
+
+    def live_snapshot(self, no_longer_read: Callable[[], None] | None = None) -> Mapping[str, Any]:
+        """As `snapshot`, but the parts are read where each component lies, on whatever tier, and are valid until an
+        update, a restore or a move changes them. It is preceded by `no_longer_read`, which returns when it may. Moves
+        nothing; asks no other rank for anything."""
+        self._assert_filled()
+        parts: dict[str, Part] = {}
+        components: dict[str, list[Holding]] = {}
+        for holding in self._holdings():
+            components.setdefault(holding.component, []).append(holding)
+        for component, holdings in components.items():
+            named = {name: tensor for holding in holdings for name, tensor in holding.named().items()}
+            readable = self._tenancy.readable(component, named)
+            parts |= {part.key: part for holding in holdings for part in holding.parts(readable)}
+        if no_longer_read is not None:
+            self._tenancy.lend(components, no_longer_read)
+        state = {
+            "objective": self._objective.kind,
+            "model": self._model,
+            "version": self._version,
+            "steps_done": self._steps_done,
+            "moments": self._config.moments,
+            "num_updates": {learner.name: learner.optimizer.num_updates for learner in self._models.learners},
+        }
+        if self._loss_scale is not None:
+            state["loss_scale"] = asdict(self._loss_scale)
+        return {"tensors": parts, "state": state}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `snapshot` returned, on every rank: "tensors" is a PartSource, or the Parts of all ranks
+        that took it, however many. SnapshotError, with nothing changed, if it is of another model or objective."""
+        tensors, numbers = state["tensors"], state["state"]
+        source: PartSource = HeldParts(tensors.values()) if isinstance(tensors, Mapping) else tensors
+        self._refuse_another(numbers)
+        found = source.kinds()
+        wanted = [holding.fitting(found) for holding in self._holdings()]
+        check_kinds({name: kind for kinds in wanted for name, kind in kinds.items()}, found)
+        self._tenancy.recall()
+        self._filled = False  # until all of it is there
+        with self._group.guard("restore"):
+            for learner in self._models.learners:  # one at a time: what is parked need not fit beside the others
+                with self._tenancy.all_on_device(f"{learner.name}."):
+                    learner.restore(source, int(numbers["num_updates"][learner.name]))
+            if self._reference is not None:
+                with self._tenancy.on_device("reference"):
+                    rounded = self._reference.restore(source)
+                if rounded and self._group.rank == 0:
+                    self._emit("warn.reference_rounded", dtype=str(self._reference.decoder.dtype))
+        self._version, self._steps_done = int(numbers["version"]), int(numbers["steps_done"])
+        if self._loss_scale is not None:  # a snapshot of a run in another dtype has none
+            self._loss_scale = LossScale(**numbers.get("loss_scale", {}))
+        self._filled = True
+
+    def _assert_filled(self) -> None:
+        assert self._filled, "the trainer's weights are blank: it was started for a snapshot, and none was restored"
+
+    # MemoryTenant ----------------------------------------------------------------------------------------------------
+
+    def components(self) -> Sequence[Component]:
+        return self._tenancy.components()
+
+    def move(self, names: Sequence[str], tier: Tier) -> None:
+        self._tenancy.move(names, tier)
+
+    def measure(self) -> Mapping[str, Usage]:
+        return self._tenancy.measure()
+
+    def keep_pages(self, keep: bool) -> None:
+        self._tenancy.keep_pages(keep)
+
+    # Training, on the compute thread ---------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def head(self) -> ScalarHead | None:
+        """The actor's scalar head under objective rm, which an export holds too."""
+        return self._models.actor.head
+
+    def step_now(self, batch: TrainBatch) -> StepReport:
+        """The body of `step`."""
+        self._assert_filled()
+        # The trace lies around the rest: while it is written no other rank waits for this one.
+        with self._tracer.around(batch.step), self._group.guard(f"step {batch.step}"):
+            with self._meter.working():
+                started_s = time.perf_counter()
+                report, totals = self._step(batch)
+                if self._group.device.type == "cuda":
+                    torch.cuda.current_stream(self._group.device).synchronize()  # the last update is only queued
+                step_s = time.perf_counter() - started_s
+            own = {"totals": totals.own(), "meter": self._meter.take(step_s=step_s), "moved": self._moved()}
+            ranks = self._group.share(own)
+        measured = self._meter.join([rank["meter"] for rank in ranks], num_tokens=report.num_tokens)
+        measured |= {name: max(rank["moved"][name] for rank in ranks) for name in own["moved"]}
+        if batch.step in self._config.trace_steps:  # the profiler makes it slower: its times say nothing
+            measured = {name: value for name, value in measured.items() if name.startswith(SENT)}
+        metrics = totals.finish([rank["totals"] for rank in ranks])
+        return replace(report, metrics={**metrics, **report.metrics}, measured=measured)
+
+    def _step(self, batch: TrainBatch) -> tuple[StepReport, Totals]:
+        """The report says what the plan says; the totals are this rank's."""
+        self._tenancy.need("actor.", "critic.")
+        self._drop_leftovers()
+        sequences, plan = self._evaluator.complete(batch)
+        factor = learning_rate_factor(self._config, self._steps_done)
+        totals, before = Totals(), self._version
+        if not plan.updates:
+            self._emit("trainer.nothing_to_train", step=batch.step, sequences=len(batch.sequences))
+        for epoch in range(self._config.epochs_per_batch):
+            if epoch and len(plan.updates) > 1:
+                bare = self._planner.plan(sequences, batch.step, epoch)
+                plan = bare.with_columns(sequences, self._evaluator.columns(sequences))
+            for update in plan.updates:
+                self._update(update, factor, totals, batch.step)
+        self._steps_done += 1
+        self._lost_steps = self._lost_steps + 1 if plan.updates and self._version == before else 0
+        if self._loss_scale is None or self._loss_scale.factor <= 1.0:  # one that still falls is finding its size
+            rates = {learner.name: self._peak_rate(learner.name) for learner in self._models.learners}
+            refuse_divergence(self._lost_steps, rates, step=batch.step)
+        self._planner.forget()
+        self._follow_policy(batch.step)
+        report = StepReport(
+            step=batch.step,
+            version=self._version,
+            metrics=self._numbers(plan, factor),
+            num_tokens=plan.num_tokens * self._config.epochs_per_batch,
+            num_updates=self._version - before,
+        )
+        return report, totals
+
+    def _update(self, update: Update, factor: float, totals: Totals, step: int) -> None:
+        """One optimiser update of every learner, or of none when a gradient is not finite."""
+        scale = 1.0 if self._loss_scale is None else self._loss_scale.factor
+        self._has_gradients = True
+        given = self._models, self._objective, update.chunks, update.denominator
+        with self._tenancy.visiting("actor", "critic"):
+            found = collect_gradients(*given, loss_scale=scale)
+        for learner in self._models.learners:
+            spec, scalar = learner.decoder.spec, learner.head is not None
+            self._meter.count(spec, update.chunks, scalar=scalar, backward=True)
+            learner.optimizer.reduce()
+        norms = {learner.name: learner.optimizer.grad_norm() / scale for learner in self._models.learners}
+        self._group.check(f"update of step {step}")  # a sum over ranks that were lost looks like any other number
+        finite = all(math.isfinite(norm) for norm in norms.values())
+        self._follow_loss_scale(finite, step)
+        if not finite:
+            totals.skip()
+            self._emit("trainer.update_skipped", step=step, reason=f"gradient norm is {norms}")
+            self._clear_gradients()
+            return
+        totals.add(found, norms)
+        self._tenancy.recall()
+        for learner in self._models.learners:
+            clip, norm = self._config.grad_clip, norms[learner.name]
+            clipped = clip / norm if clip and norm > clip else 1.0
+            learner.update(learning_rate=factor * self._peak_rate(learner.name), grad_scale=clipped / scale)
+        self._has_gradients = False
+        self._version += 1
+
+    def _follow_loss_scale(self, finite: bool, step: int) -> None:
+        """The gradient norm is the same on all ranks, and so is what follows from it."""
+        if self._loss_scale is None:
+            return
+        left, self._loss_scale = self._loss_scale, self._loss_scale.after(finite=finite)
+        if self._loss_scale.factor != left.factor:
+            self._emit("trainer.loss_scale", step=step, factor=self._loss_scale.factor, was=left.factor)
+
+    def _follow_policy(self, step: int) -> None:
+        """Renew the reference when that is due, wherever it is parked."""
+        due = self._reference.due(self._steps_done) if self._reference is not None else None
+        if self._reference is None or due is None:
+            return
+        self._tenancy.recall()
+        with self._tenancy.on_device("reference"):
+            self._reference.follow(self._models.actor.optimizer, due)
+        if due == "refresh":
+            self._emit("trainer.reference_refreshed", step=step, version=self._version)
+
+    def _moved(self) -> dict[str, float]:
+        """What offloading moved and waited for since the last step, on this rank; empty without it."""
+        taken = [learner.home.take_traffic() for learner in self._models.learners if learner.home.stream is not None]
+        taken += [stream.take_traffic() for stream in self._tenancy.streams.values()]
+        if not taken:
+            return {}
+        return {
+            "offload_in_bytes": float(sum(one.in_bytes for one in taken)),
+            "offload_out_bytes": float(sum(one.out_bytes for one in taken)),
+            "offload_wait_seconds": sum(one.waited_s for one in taken),
+        }
+
+    def _drop_leftovers(self) -> None:
+        """Of a step or an evaluation that was cut short."""
+        for learner in self._models.learners:
+            learner.let_go()
+        if self._has_gradients:
+            self._clear_gradients()
+
+    def _clear_gradients(self) -> None:
+        for learner in self._models.learners:
+            learner.optimizer.zero_grad()
+        self._has_gradients = False
+
+    def _peak_rate(self, learner: str) -> float:
+        critic_rate = self._config.critic_learning_rate
+        return self._config.learning_rate if learner == "actor" or critic_rate is None else critic_rate
+
+    def _numbers(self, plan: EpochPlan, factor: float) -> dict[str, float]:
+        scale = {} if self._loss_scale is None else {"loss_scale": self._loss_scale.factor}
+        return scale | {
+            "learning_rate": factor * self._config.learning_rate,
+            "tokens": float(plan.num_tokens),
+            "target_tokens": float(plan.num_targets),
+            "sequences_left_out": float(plan.num_left_out),
+            "padding_share": plan.padding_share,
+        }
+
+    # Evaluation, on the compute thread -------------------------------------------------------------------------------
+
+    def evaluate_now(self, batch: TrainBatch, which: Which) -> Evaluation:
+        """The body of `evaluate`."""
+        self._assert_filled()
+        with self._group.guard(f"evaluation of '{which}'"), self._meter.working():
+            return self._evaluator.evaluate(batch, which)
+
+    def snapshot_bytes(self) -> int:
+        """Of this rank's part of a snapshot."""
+        sizes = [holding.sizes_bytes() for holding in self._holdings()]
+        return sum(padded(size) for found in sizes for size in found)
+
+    def _holdings(self) -> list[Holding]:
+        """Everything that a snapshot holds, and this rank of it."""
+        found = [holding for learner in self._models.learners for holding in learner.holdings()]
+        return found + (self._reference.holdings() if self._reference is not None else [])
+
+    def _refuse_another(self, numbers: Mapping[str, Any]) -> None:
+        """SnapshotError if a snapshot is of another objective or model."""
+        if numbers["objective"] != self._objective.kind:
+            raise SnapshotError(
+                f"the snapshot is of objective '{numbers['objective']}', this run has '{self._objective.kind}'",
+                hint="resume with the config that the run was started with",
+            )
+        if (its := numbers.get("moments", "float32")) != self._config.moments:
+            raise SnapshotError(
+                f'the snapshot is of a run with trainer.moments = "{its}", this run has "{self._config.moments}"',
+                hint=f'resume with trainer.moments = "{its}", or begin a new run from its weights',
+            )
+        for key, mine in self._model.items():
+            if (its := numbers["model"].get(key)) != mine:
+                raise SnapshotError(
+                    f"the snapshot is of another model: its {key} is {its}, this run's is {mine}", hint=OTHER_MODEL
+                )
+
+    def _close(self) -> None:
+        self._tenancy.recall()
+        for learner in self._models.learners:
+            learner.optimizer.close()
+        for stream in self._tenancy.streams.values():
+            stream.close()
+        for name in self._tenancy.tiers():
+            if name not in ("actor.params", "reward"):
+                self._tenancy.remove(name)
+
+
+def _host_copy(values_N: Tensor) -> Tensor:
+    return torch.empty(values_N.shape, dtype=values_N.dtype).copy_(values_N)

@@ -1,0 +1,1 @@
+"""Fakes that satisfy the contracts."""

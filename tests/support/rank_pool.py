@@ -1,0 +1,114 @@
+"""Rank pool: real processes that are the ranks of a group, for tests. In: how many, a back end, a device type. Out:
+`run(function, …)` calls `function(group, …)` on every rank and returns the results by rank."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from gyre.distributed.init import Seat, child_environment, hold_store, join, leave
+
+START_S = 120.0
+CALL_S = 180.0
+
+
+class RankFailed(Exception):
+    """`errors`: what each rank raised, None where it returned."""
+
+    def __init__(self, errors: list[tuple[str, str] | None]) -> None:
+        super().__init__("\n\n".join(f"rank {rank}: {e[1]}" for rank, e in enumerate(errors) if e is not None))
+        self.errors = errors
+
+
+class RankPool:
+    """Starts the processes at once; `close` ends them."""
+
+    def __init__(self, size: int, *, backend: str = "gloo", device: str = "cpu", timeout_s: float = 90.0) -> None:
+        self.size = size
+        self._store = hold_store()
+        context = multiprocessing.get_context("forkserver")  # which imports torch once for all ranks of all pools
+        context.set_forkserver_preload(["zero_cases", "torch.distributed.fsdp"])
+        pipes = [context.Pipe() for _ in range(size)]
+        self._ends = [ours for ours, _ in pipes]
+        self.processes = [
+            context.Process(
+                target=_serve,
+                args=(theirs, rank, size, self._store.port, backend, device, timeout_s),
+                daemon=True,
+            )
+            for rank, (_, theirs) in enumerate(pipes)
+        ]
+        for process in self.processes:
+            process.start()
+        for _, theirs in pipes:
+            theirs.close()
+        for rank in range(size):
+            self.answer(rank, START_S)
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Results by rank. RankFailed if any rank raised."""
+        results = self.attempt(function, *args, **kwargs)
+        errors = [value if failed else None for failed, value in results]
+        if any(errors):
+            raise RankFailed(errors)
+        return [value for _, value in results]
+
+    def attempt(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[tuple[bool, Any]]:
+        """(whether it raised, result or (type, text)) by rank."""
+        self.send(function, *args, **kwargs)
+        return [self.answer(rank) for rank in range(self.size)]
+
+    def send(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Begin a call on every rank."""
+        for end in self._ends:
+            end.send((function, args, kwargs))
+
+    def answer(self, rank: int, timeout_s: float = CALL_S) -> tuple[bool, Any]:
+        """What a rank returned, or raised."""
+        try:
+            assert self._ends[rank].poll(timeout_s), f"rank {rank} did not answer in {timeout_s} s"
+            return self._ends[rank].recv()
+        except (EOFError, ConnectionResetError):
+            return True, ("Dead", "the process is gone")
+
+    def close(self) -> None:
+        for end in self._ends:
+            end.close()
+        for process in self.processes:
+            process.join(5.0)
+            if process.is_alive():
+                process.kill()
+                process.join(10.0)
+
+
+def _serve(end: Connection, rank: int, size: int, port: int, backend: str, device: str, timeout_s: float) -> None:
+    os.environ.update(child_environment())
+    torch.set_num_threads(1)
+    seat = Seat(
+        rank=rank,
+        world_size=size,
+        store_host="127.0.0.1",
+        store_port=port,
+        round_id="test",
+        backend=backend,
+        device=torch.device(device, rank) if device == "cuda" else torch.device(device),
+        timeout_s=timeout_s,
+    )
+    group = join(seat)
+    end.send((False, None))
+    while True:
+        try:
+            function, args, kwargs = end.recv()
+        except EOFError:
+            break
+        try:
+            end.send((False, function(group, *args, **kwargs)))
+        except BaseException as error:  # noqa: BLE001  the test that waits for it judges
+            end.send((True, (type(error).__name__, f"{error}\n{traceback.format_exc()}")))
+    leave(group)

@@ -1,0 +1,498 @@
+"""Cases for trainers on several ranks; functions here run in rank processes (rank_pool), or in the test's own."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+import tracemalloc
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from gyre.core.errors import ConfigError
+from gyre.core.records import StepReport, TrainBatch, Which
+from gyre.distributed.config import ParallelConfig
+from gyre.distributed.devices import DeviceRecord, refuse_mixture
+from gyre.distributed.process_group import Group, alone
+from gyre.models.decoder import Decoder
+from gyre.models.hub import tensors as hub_tensors
+from gyre.models.hub.export import export_runs
+from gyre.models.hub.verify import verify_runs
+from gyre.models.init import init_weights
+from gyre.models.scalar_head import ScalarHead
+from gyre.trainer.optim.sharded import SlicedOptimizer
+from gyre.trainer.passes.backward import collect_gradients
+from gyre.trainer.trainer import NativeTrainer
+from gyre.weights.gather import ShardSource, gather_runs
+from trainer_cases import OF_THE_MACHINE, SPEC, make_batch, make_trainer, whole_tensors
+
+# No size divides by 4: shards are uneven, and the last rank has no row of some tensors.
+ODD = replace(SPEC, vocab_size=50, mlp_size=23, tied=False, qkv_bias=True, num_layers=3, head_dim=10, hidden_size=18)
+# Rows of whole blocks of 8-bit moments, but for `out`; ranks share out no matrix evenly.
+BLOCKS = replace(SPEC, hidden_size=256, mlp_size=256, vocab_size=50)
+DEEP = replace(SPEC, num_layers=5)
+SPECS = {"tied": SPEC, "odd": ODD, "blocks": BLOCKS, "deep": DEEP}
+LAYOUTS = {
+    "zero0": ParallelConfig(zero=0),
+    "zero1": ParallelConfig(zero=1),
+    "zero2": ParallelConfig(zero=2),
+    "zero3": ParallelConfig(zero=3),
+    "zero3_once": ParallelConfig(zero=3, sum_gradients="update"),
+    "hybrid1": ParallelConfig(zero=1, shard_ranks=2),
+    "hybrid2": ParallelConfig(zero=2, shard_ranks=2),
+    "hybrid3": ParallelConfig(zero=3, shard_ranks=2),
+    "hybrid3_once": ParallelConfig(zero=3, shard_ranks=2, sum_gradients="update"),
+    "mixed": ParallelConfig.model_validate(
+        {"zero": 1, "critic": {"zero": 3}, "reference": {"zero": 2, "shard_ranks": 2}, "reward": {"zero": 3}}
+    ),
+}
+
+
+def decoder_on(device: torch.device, dtype: torch.dtype, *, spec: str, seed: int = 0) -> Decoder:
+    decoder = Decoder(SPECS[spec], device=device, dtype=dtype)
+    init_weights(decoder, seed)
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            if not name.endswith("norm.weight"):
+                parameter.mul_(3.0)
+    return decoder
+
+
+def scored_model(device: torch.device, dtype: torch.dtype, *, spec: str, seed: int) -> tuple[Decoder, ScalarHead]:
+    head = ScalarHead(SPECS[spec].hidden_size, device=device)
+    with torch.no_grad():
+        head.weight.copy_(torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(seed)))
+    return decoder_on(device, dtype, spec=spec, seed=seed), head
+
+
+def trainer_on(
+    group: Group | None,
+    kind: str,
+    *,
+    layout: str = "zero0",
+    spec: str = "tied",
+    dtype: str = "float32",
+    **settings: Any,
+) -> NativeTrainer:
+    """A trainer whose heads are not zero, so that all paths matter."""
+    group, kept = group or alone(), getattr(torch, dtype)
+    extra: dict[str, Any] = {"reward_model": scored_model(group.device, kept, spec=spec, seed=7)}
+    if kind == "ppo":
+        extra["critic"] = scored_model(group.device, kept, spec=spec, seed=3)
+    if kind == "rm":
+        extra["head"] = scored_model(group.device, kept, spec=spec, seed=5)[1]
+    decoder = decoder_on(group.device, kept, spec=spec)
+    settings = {"learning_rate": 1e-3, **settings}
+    return make_trainer(kind, decoder=decoder, group=group, parallel=LAYOUTS[layout], **extra, **settings)
+
+
+def batch_for(num_sequences: int, seed: int) -> TrainBatch:
+    """A batch that brings reference log-probs of another model, so that KL and DPO have a gradient."""
+    batch, rng = make_batch(num_sequences, seed=seed, step=seed), np.random.default_rng(seed + 100)
+    sequences = []
+    for sequence in batch.sequences:
+        values = np.where(sequence.columns["loss_mask"], rng.normal(-3.8, 0.3, len(sequence.tokens)), 0.0)
+        columns = {**sequence.columns, "reference_logprobs": values.astype(np.float32)}
+        sequences.append(replace(sequence, columns=columns))
+    return replace(batch, sequences=tuple(sequences))
+
+
+def whole(trainer: NativeTrainer) -> dict[str, np.ndarray]:
+    """What a snapshot holds; on rank 0."""
+    parts = gathered_parts(trainer._group, trainer.snapshot()["tensors"])
+    return {name: tensor.float().numpy() for name, tensor in whole_tensors(parts.values()).items()}
+
+
+def gathered_parts(group: Group, own: dict[str, Any]) -> dict[str, Any]:
+    """The parts of all ranks, on rank 0; {} on the others."""
+    if group.size == 1:
+        return dict(own)
+    found: list[Any] = [None] * group.size
+    torch.distributed.all_gather_object(found, own, group=group.process_group)
+    assert sum(len(parts) for parts in found) == len({key for parts in found for key in parts}), "saved twice"
+    return {key: part for parts in found for key, part in parts.items()} if group.rank == 0 else {}
+
+
+def taken(trainer: NativeTrainer) -> dict[str, Any]:
+    """A snapshot of all ranks, on rank 0."""
+    state = trainer.snapshot()
+    return {"tensors": gathered_parts(trainer._group, state["tensors"]), "state": state["state"]}
+
+
+def train(
+    group: Group | None, kind: str, *, steps: int = 2, num_sequences: int = 12, **settings: Any
+) -> tuple[list[StepReport], dict[str, np.ndarray]]:
+    """Reports of some steps, and everything that a snapshot holds afterwards."""
+    trainer = trainer_on(group, kind, **settings)
+    reports = [trainer.step_now(batch_for(num_sequences, seed=step)) for step in range(steps)]
+    return reports, whole(trainer)
+
+
+def gradients(
+    group: Group | None, kind: str, *, num_sequences: int = 12, longer_than: int = 0, **settings: Any
+) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    """The summed gradient of one update by parameter (on rank 0), and the norms."""
+    trainer = trainer_on(group, kind, **settings)
+    batch = batch_for(num_sequences, seed=0)
+    batch = replace(batch, sequences=tuple(s for s in batch.sequences if len(s.tokens) > longer_than))
+    (update,) = trainer._evaluator.complete(batch)[1].updates
+    collect_gradients(trainer._models, trainer._objective, update.chunks, update.denominator)
+    found, norms = {}, {}
+    for learner in trainer._models.learners:
+        optimizer = learner.optimizer
+        optimizer.reduce()
+        norms[learner.name] = optimizer.grad_norm()
+        own_N = optimizer.grad_N
+        if isinstance(optimizer, SlicedOptimizer):
+            low, step = optimizer._low, optimizer._slice
+            own_N = torch.cat([own_N[low : low + step], own_N[optimizer._whole :]])
+        joined = {name: torch.empty(shape) for name, shape in optimizer.shapes.items()}
+        runs = gather_runs(optimizer.layout, optimizer.runs(own_N), group=optimizer.mesh.shard, dtype=torch.float32)
+        for run in runs:
+            joined[run.name].view(-1)[run.start : run.stop].copy_(run.values_N)
+        found |= {f"{learner.name}.{name}": tensor.numpy() for name, tensor in joined.items()}
+    return found, norms
+
+
+def evaluate(
+    group: Group | None, kind: str, which: Which, *, num_sequences: int = 9, **settings: Any
+) -> list[np.ndarray]:
+    """What a model says of a batch, before and after a step, which must not have left old weights behind."""
+    trainer, found = trainer_on(group, kind, **settings), []
+    for _ in range(2):
+        evaluation = trainer.evaluate_now(batch_for(num_sequences, seed=1), which)
+        found += list(evaluation.per_token)
+        found += [] if evaluation.per_sequence is None else [evaluation.per_sequence]
+        trainer.step_now(batch_for(num_sequences + 1, seed=2))
+    return found
+
+
+def gathered(group: Group | None, *, bucket_bytes: int, **settings: Any) -> tuple[Any, dict[str, np.ndarray]]:
+    """The version that `register` hands out after a step, written into tensors of an engine's."""
+    trainer = trainer_on(group, "grpo", **settings)
+    trainer.step_now(batch_for(8, seed=0))
+    manifest, source = trainer.register()
+    if not isinstance(source, ShardSource):
+        return manifest, {name: tensor.float().cpu().numpy() for name, tensor in source.items()}
+    device = group.device if group else torch.device("cpu")
+    engine = {
+        entry.name: torch.full(entry.shape, float("nan"), dtype=getattr(torch, entry.dtype), device=device)
+        for entry in manifest.entries
+    }
+    source.gather_into(engine, bucket_bytes=bucket_bytes)
+    return manifest, {name: tensor.float().cpu().numpy() for name, tensor in engine.items()}
+
+
+def resume(
+    group: Group | None, state: dict[str, Any], kind: str, *, steps: range, **settings: Any
+) -> tuple[list[StepReport], dict[str, np.ndarray], dict[str, Any]]:
+    """Go on from a snapshot of any number of ranks; with no steps, what is read back is what was written."""
+    trainer = trainer_on(group, kind, **settings)
+    trainer.restore(state)
+    reports = [trainer.step_now(batch_for(12, seed=step)) for step in steps]
+    return reports, whole(trainer), taken(trainer)
+
+
+def resume_first(group: Group | None, kind: str, *, state: dict[str, Any], **settings: Any) -> Any:
+    return resume(group, state, kind, **settings)
+
+
+def saved(group: Group | None, kind: str, *, steps: int, **settings: Any) -> dict[str, Any]:
+    trainer = trainer_on(group, kind, **settings)
+    for step in range(steps):
+        trainer.step_now(batch_for(12, seed=step))
+    return taken(trainer)
+
+
+def moved(group: Group | None, kind: str, **settings: Any) -> dict[str, np.ndarray]:
+    """Train with every component parked between the steps, and a snapshot taken while they are."""
+    trainer = trainer_on(group, kind, **settings)
+    names = [one.name for one in trainer.components() if {"device", "host"} <= set(one.tiers)]
+    brief = [one.name for one in trainer.components() if one.tiers == ("device", "none")]
+    for step in range(2):
+        trainer.step_now(batch_for(12, seed=step))
+        trainer.move(names, "host")
+        trainer.move(brief, "none")
+        assert all(trainer.measure()[name].device_bytes == 0 for name in names)
+        state = whole(trainer)
+        trainer.move(names, "device")
+    return state
+
+
+AWAY = {
+    "host": {"offload_optimizer": "host"},
+    "disk": {"offload_optimizer": "disk"},
+    "gradients": {"offload_gradients": True},
+    "host and gradients": {"offload_optimizer": "host", "offload_gradients": True},
+    "disk and gradients": {"offload_optimizer": "disk", "offload_gradients": True},
+}
+
+
+def away(group: Group | None, case: Callable[..., Any], kind: str, how: str, folder: str, **settings: Any) -> Any:
+    """A case with state away from the device, in cuts that are far smaller than the model."""
+    rank = group.rank if group is not None else 0
+    return case(
+        group,
+        kind,
+        disk_folder=Path(folder) / f"rank-{rank}",
+        offload_cut_bytes=8192,
+        offload_deadline_s=60.0,
+        **AWAY[how],
+        **settings,
+    )
+
+
+def equal_away(group: Group | None, kind: str, hows: Sequence[str], folder: str, **settings: Any) -> list[str]:
+    """What differs, in any bit, of the metrics or of a snapshot, between training with state away and without."""
+    settings = {"sequences_per_update": 6, "weight_decay": 0.1, "grad_clip": 0.5, **settings}
+    reports, state = train(group, kind, **settings)
+    wrong = []
+    for how in hows:
+        own_reports, own_state = away(group, train, kind, how, f"{folder}/{how}", **settings)
+        for report, own in zip(reports, own_reports, strict=True):
+            wrong += [] if own.metrics == report.metrics else [f"{how}: metrics {own.metrics} {report.metrics}"]
+            assert own.measured["offload_in_bytes"] > 0 and own.measured["offload_wait_seconds"] >= 0.0
+        assert own_state.keys() == state.keys()
+        wrong += [f"{how}: {name}" for name, tensor in state.items() if not np.array_equal(tensor, own_state[name])]
+    return wrong
+
+
+def coded_updates(
+    group: Group | None, *, layout: str = "zero0", dtype: str, how: str | None = None, folder: str = ""
+) -> tuple[dict[str, np.ndarray], list[str]]:
+    """What a snapshot holds after updates with 8-bit moments from gradients that are the same in every layout, and which
+    moments this rank has."""
+    settings: dict[str, Any] = {"spec": "blocks", "dtype": dtype, "layout": layout, "moments": "8_bit"}
+    if how is not None:
+        rank = group.rank if group is not None else 0
+        place = Path(folder) / f"{layout}-{how}-{dtype}" / f"rank-{rank}"
+        settings |= {"disk_folder": place, "offload_cut_bytes": 16_384, "offload_deadline_s": 60.0, **AWAY[how]}
+    trainer = trainer_on(group, "sft", weight_decay=0.1, **settings)
+    optimizer = trainer._models.actor.optimizer
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        state_N = torch.zeros(optimizer.layout.size)
+        for name in sorted(optimizer.shapes):
+            whole_N = torch.randn(int(np.prod(optimizer.shapes[name])), generator=generator)
+            place = optimizer.places[name]
+            state_N[place.at : place.at + place.stop - place.start] = whole_N[place.start : place.stop]
+        optimizer.settle_gradients()
+        for span in optimizer.spans():
+            span.grad_N.copy_(state_N[span.first : span.last])
+            assert not span.weight_N.requires_grad, "the library's kernel is an operator that autograd knows"
+        optimizer.update(learning_rate=1e-2, grad_scale=0.5)
+    found = whole(trainer)
+    trainer._close()
+    return found, sorted(optimizer.moments)
+
+
+def sums_by_parts(group: Group, *, layout: str) -> float:
+    """How far sums over ranks are from those on the device, as a part of the largest, when gradients in host memory go
+    through it a part at a time."""
+    found = []
+    for by_parts in (False, True):
+        trainer = trainer_on(group, "rm", layout=layout, dtype="bfloat16", offload_gradients=by_parts)
+        (update,) = trainer._evaluator.complete(batch_for(8, seed=0))[1].updates
+        collect_gradients(trainer._models, trainer._objective, update.chunks, update.denominator)
+        optimizer = trainer._models.actor.optimizer
+        optimizer.reduces_by_parts, optimizer.reduce_numbers = by_parts, 1000
+        optimizer.reduce()
+        found.append(torch.cat([span.grad_N.cpu() for span in optimizer.spans()]))
+    assert found[0].any()
+    return float((found[0] - found[1]).abs().max() / found[0].abs().max())
+
+
+def held_bytes(group: Group | None, kind: str, **settings: Any) -> dict[str, int]:
+    return {component.name: component.size_bytes for component in trainer_on(group, kind, **settings).components()}
+
+
+def broken_step(group: Group, how: str, *, victim: int, layout: str) -> tuple[float, str]:
+    """A step in which one rank fails; returns after how many seconds this rank knew, and what it was told."""
+    trainer = trainer_on(group, "grpo", layout=layout)
+    trainer.step_now(batch_for(8, seed=0))
+    batch = batch_for(8, seed=1)
+    if how == "all":
+        batch = replace(batch, sequences=tuple(replace(s, temperature=0.0) for s in batch.sequences))
+    elif group.rank == victim:
+        if how == "raise":
+            hook = trainer._models.actor.optimizer
+            hook.reduce = raiser
+        elif how == "die":
+            trainer._models.actor.optimizer.reduce = lambda: os.kill(os.getpid(), signal.SIGKILL)
+        elif how == "hang":
+            trainer._models.actor.optimizer.reduce = lambda: time.sleep(1000)
+    started = time.monotonic()
+    try:
+        trainer.step_now(batch)
+    except Exception as error:  # noqa: BLE001  the test reads it
+        return time.monotonic() - started, f"{type(error).__name__}: {error}"
+    return time.monotonic() - started, ""
+
+
+def raiser() -> None:
+    raise ValueError("a fault of its own")
+
+
+def steps_again(group: Group) -> int:
+    return trainer_on(group, "sft", layout="zero3").step_now(batch_for(8, seed=0)).num_updates
+
+
+def with_a_bad_number(group: Group | None, kind: str, **settings: Any) -> tuple[list[Any], list[str], bool]:
+    """A step whose gradient is not finite where one sequence lies, then a step of fewer sequences than ranks: updates
+    of both, what was told, and whether the first left the weights alone."""
+    events: list = []
+    trainer = trainer_on(group, kind, events=events, **settings)
+    before, batch = whole(trainer), batch_for(9, seed=0)
+    batch.sequences[4].columns["advantages"][-1] = np.nan
+    updates = [trainer.step_now(batch).num_updates]
+    after = whole(trainer)
+    updates.append(trainer.step_now(batch_for(2, seed=1)).num_updates)
+    same = all(np.array_equal(before[name], after[name]) for name in before)
+    return updates, [name for name, _ in events if name not in OF_THE_MACHINE], same
+
+
+def overflowed(group: Group | None, **settings: Any) -> tuple[list[Any], dict[str, np.ndarray]]:
+    """Steps in float16, the second with an advantage whose gradient is beyond its range; what a snapshot holds."""
+    trainer, reports = trainer_on(group, "grpo", dtype="float16", **settings), []
+    for step in range(3):
+        batch = batch_for(8, seed=step)
+        batch.sequences[3].columns["advantages"][-1] *= 1e9 if step == 1 else 1.0
+        reports.append(trainer.step_now(batch))
+    return [(r.num_updates, r.metrics["loss_scale"], r.metrics.get("grad_norm")) for r in reports], whole(trainer)
+
+
+BIG = replace(SPEC, vocab_size=4000, hidden_size=128, mlp_size=512, tied=False)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of tensors that operations make while it is active, and the most that live together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._holders: dict[int, int] = {}
+        self._sizes: dict[int, int] = {}
+        self.peak_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, torch.Tensor):
+                self._watch(tensor, given)
+        return found
+
+    def _watch(self, tensor: torch.Tensor, given: set[int]) -> None:
+        key = tensor.untyped_storage()._cdata
+        if key in given and key not in self._sizes:
+            return  # a view of what was there before
+        self._sizes[key] = tensor.untyped_storage().nbytes()
+        self._holders[key] = self._holders.get(key, 0) + 1
+        weakref.finalize(tensor, self._let_go, key)
+        self.peak_bytes = max(self.peak_bytes, sum(self._sizes.values()))
+
+    def _let_go(self, key: int) -> None:
+        self._holders[key] -= 1
+        if not self._holders[key]:
+            del self._holders[key], self._sizes[key]
+
+
+def exported(group: Group, folder: str, *, layout: str) -> dict[str, Any]:
+    """Train a step with the weights in shards, export them; the bytes that this took beside them, on this rank."""
+    hub_tensors.BLOCK_BYTES = 1 << 14
+    decoder = Decoder(BIG, device=group.device, dtype=torch.float32)
+    init_weights(decoder, 1)
+    trainer = make_trainer("sft", decoder=decoder, group=group, parallel=LAYOUTS[layout])
+    trainer.step_now(batch_for(8, seed=0))
+    _, source = trainer.register()
+    assert isinstance(source, ShardSource)
+
+    def runs():
+        return source.gather_buckets(bucket_bytes=1 << 17)
+
+    tracemalloc.start()
+    with LiveBytes() as live:
+        if group.rank == 0:
+            export_runs(BIG, runs, folder, dtype=torch.float32, tokenizer_files=None, shard_bytes=1_500_000)
+            verify_runs(folder, BIG, runs())
+        else:
+            for _ in range(2):
+                for _ in runs():
+                    pass
+    python_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    whole = {entry.name: torch.empty(entry.shape) for entry in trainer.register()[0].entries}
+    source.gather_into(whole)
+    tensors = {name: tensor.numpy() for name, tensor in whole.items()}
+    return {"tensors": tensors, "tensor_bytes": live.peak_bytes, "python_bytes": python_bytes}
+
+
+def measures(group: Group | None, kind: str, *, folder: str = "", **settings: Any) -> dict[str, Any]:
+    """What this rank counted in a step of 12 sequences, what all were told, and what was traced where."""
+    if folder:
+        settings |= {"trace_folder": Path(folder) / "traces", "trace_steps": (1,)}
+    events: list = []
+    trainer = trainer_on(group, kind, events=events, peak_flops=1e12, **settings)
+    meter, counted = trainer._meter, {}
+    take, meter.take = meter.take, lambda **given: counted.update(flops=meter._flops) or take(**given)
+    report = trainer.step_now(replace(batch_for(12, seed=0), step=1))
+    return {**counted, "measured": dict(report.measured), "events": events}
+
+
+def alive_bytes(group: Group | None, kind: str, **settings: Any) -> tuple[dict[str, int], int]:
+    """Bytes of a trainer between two steps: by component, and of all tensors alive that were not before."""
+    gc.collect()
+    before = storages_alive()  # held, so that no new storage takes the place of one of these
+    trainer = trainer_on(group, kind, **settings)
+    for step in range(2):
+        trainer.step_now(batch_for(12, seed=step))
+    told = {name: usage.device_bytes for name, usage in trainer.measure().items()}
+    ends = time.monotonic() + 3.0  # by then the back end's threads have let go of the last collectives' tensors
+    while (alive := _bytes_beside(before)) > sum(told.values()) + 1024 and time.monotonic() < ends:
+        time.sleep(0.05)
+    return told, alive
+
+
+def _bytes_beside(before: dict[int, torch.Tensor]) -> int:
+    gc.collect()
+    return sum(tensor.untyped_storage().nbytes() for key, tensor in storages_alive().items() if key not in before)
+
+
+def storages_alive() -> dict[int, torch.Tensor]:
+    """A tensor of every storage on the CPU that this process holds, by the storage's identity."""
+    kinds = torch.Tensor, torch.nn.Parameter
+    tensors = [thing for thing in gc.get_objects() if type(thing) in kinds and thing.device.type == "cpu"]
+    return {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
+
+
+def refused_mixture(group: Group, names: list[str]) -> str:
+    """What ranks say whose devices have these names."""
+    record = DeviceRecord(
+        host=f"node-{group.rank // 2}", name=names[group.rank], capability="9.0", memory_bytes=1 << 30
+    )
+    try:
+        refuse_mixture(group, record)
+    except ConfigError as error:
+        return error.message
+    return ""
+
+
+def warmed(group: Group) -> float:
+    """The sum of all ranks' numbers after a warm-up, which must leave the ranks in step."""
+    group.warm_up(largest=1000)
+    x_N = torch.full((3,), float(group.rank + 1), device=group.device)
+    group.all_reduce(x_N)
+    return float(x_N[0])
+
+
+def shared(group: Group, sizes: list[int]) -> list[Any]:
+    """What ranks share when one has so much to say and the others little."""
+    return [group.share({"text": "é" * (size if group.rank == 1 else 1), "rank": group.rank}) for size in sizes]

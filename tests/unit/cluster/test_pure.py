@@ -1,0 +1,156 @@
+"""The cluster's decisions: routing, books of requests, pulses. Pure, so by property."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gyre.cluster.engine_pool.request_log import Book
+from gyre.cluster.engine_pool.routing import assign, choose, cost_tokens
+from gyre.cluster.health.heartbeat import Pulse
+from gyre.cluster.trainer_group import find_cause
+from gyre.core.errors import InputError, RankError, WorkerLost
+from gyre.core.records import Partial, Request, Sampling, TokenChunk
+
+LOADS = st.dictionaries(st.text("abcdef", min_size=1, max_size=3), st.integers(0, 5000), min_size=1, max_size=6)
+COSTS = st.lists(st.integers(0, 900), max_size=30)
+
+
+@given(LOADS)
+def test_the_least_loaded_engine_is_chosen(loads) -> None:
+    assert loads[choose(loads)] == min(loads.values())
+
+
+@given(COSTS, LOADS)
+def test_assignment_is_greedy_by_tokens_and_balanced(costs, loads) -> None:
+    chosen = assign(costs, loads)
+    assert len(chosen) == len(costs) and set(chosen) <= set(loads)
+    now = dict(loads)
+    for cost, name in zip(costs, chosen, strict=True):
+        assert now[name] == min(now.values())
+        now[name] += cost
+    touched = [now[name] for name in loads if now[name] > loads[name]]
+    if touched:  # no engine that got work is ahead of the least loaded one by more than the last thing that it got
+        assert max(touched) - min(now.values()) <= max(costs)
+    assert chosen == assign(costs, loads)
+
+
+def test_load_is_tokens_and_not_requests() -> None:
+    """One long request, then short ones: they go to the other engine until it has as much to do."""
+    assert assign([1000, *[100] * 8], {"a": 0, "b": 0}) == ["a", *["b"] * 8]
+
+
+# ---- books
+
+N, MAX = 3, 12
+
+
+def request(chunk_tokens: int, begun: dict[int, int]) -> Request:
+    partials = tuple(partial(index, 0, count) for index, count in begun.items() if count)
+    sampling = Sampling(n=N, max_tokens=MAX)
+    return Request(
+        request_id="r",
+        tokens=np.arange(5, dtype=np.int32),
+        sampling=sampling,
+        chunk_tokens=chunk_tokens,
+        partials=partials,
+        deadline_s=10.0,
+    )
+
+
+def numbers(index: int, start: int, stop: int) -> dict[str, np.ndarray]:
+    """What the tokens of a completion are, by place."""
+    places = np.arange(start, stop)
+    return {
+        "tokens": (100 * index + places).astype(np.int32),
+        "logprobs": (-places / 7).astype(np.float32),
+        "raw_logprobs": (-places / 5).astype(np.float32),
+        "versions": (places // 4).astype(np.int32),
+    }
+
+
+def partial(index: int, start: int, stop: int) -> Partial:
+    return Partial(index=index, **numbers(index, start, stop))
+
+
+def chunk(index: int, start: int, stop: int, *, end: bool) -> TokenChunk:
+    return TokenChunk(request_id="r", index=index, **numbers(index, start, stop), finish="length" if end else None)
+
+
+MOVES = st.lists(st.lists(st.tuples(st.integers(0, N - 1), st.integers(1, 4)), max_size=6), max_size=5)
+REST = [(index, MAX) for index in range(N)]
+
+
+@given(MOVES, st.integers(0, 4), st.lists(st.integers(0, 3), min_size=N, max_size=N))
+def test_a_request_that_moves_between_engines_is_told_whole_once(engines, chunk_tokens, begun) -> None:
+    """Engines come and go in the middle of it; each begins where the books say. The caller gets every token after its
+    own beginnings exactly once, in order, and one end for each completion."""
+    book = Book(request(chunk_tokens, dict(enumerate(begun))), progress_tokens=2)
+    told: list[TokenChunk] = []
+    for moves in [*engines, REST]:
+        asked = book.for_engine()
+        assert asked.sampling == book.request.sampling and asked.chunk_tokens == (chunk_tokens or 2)
+        at = [next((len(p.tokens) for p in asked.partials if p.index == index), 0) for index in range(N)]
+        for p in asked.partials:
+            np.testing.assert_array_equal(p.tokens, numbers(p.index, 0, at[p.index])["tokens"])
+            np.testing.assert_array_equal(p.logprobs, numbers(p.index, 0, at[p.index])["logprobs"])
+        for index, count in moves:
+            if index not in book.open:  # an engine that was given a whole completion says so, and that is nothing new
+                assert book.take(chunk(index, MAX, MAX, end=True)) == []
+                continue
+            stop = min(MAX, at[index] + count)
+            told += book.take(chunk(index, at[index], stop, end=stop == MAX))
+            at[index] = stop
+    assert not book.open
+    for index in range(N):
+        mine = [one for one in told if one.index == index]
+        tokens = np.concatenate([one.tokens for one in mine])
+        np.testing.assert_array_equal(tokens, numbers(index, begun[index], MAX)["tokens"])
+        assert [one.finish for one in mine][-1] == "length" and all(one.finish is None for one in mine[:-1])
+        if chunk_tokens == 0:
+            assert len(mine) == 1
+    assert book.outstanding_tokens == 0
+    assert book.num_tokens == sum(MAX - count for count in begun)
+
+
+@given(st.lists(st.integers(0, MAX), min_size=N, max_size=N), st.floats(0, 20))
+def test_cost_and_deadline_of_what_is_left(begun, waited_s) -> None:
+    book = Book(request(1, dict(enumerate(begun))), progress_tokens=2)
+    assert cost_tokens(book.for_engine()) == 5 + sum(MAX - count for count in begun) == book.outstanding_tokens
+    assert book.for_engine(waited_s=waited_s).deadline_s == max(0.0, 10.0 - waited_s)
+
+
+# ---- pulses and causes
+
+
+@given(st.lists(st.tuples(st.floats(0, 5), st.booleans(), st.booleans()), max_size=20))
+def test_still_is_the_time_since_the_count_last_changed(beats) -> None:
+    now, counts, changed = 0.0, {"a": 0, "b": 0}, {"a": 0.0, "b": 0.0}
+    pulse = Pulse(("a", "b"), now)
+    pulse.observe(counts, now)
+    for wait, *moves in beats:
+        now += wait
+        for name, moves_ in zip(("a", "b"), moves, strict=True):
+            if moves_:
+                counts[name] += 1
+                changed[name] = now
+        pulse.observe(counts, now)
+    assert dict(pulse.still_s(now)) == {name: now - changed[name] for name in changed}
+    assert list(pulse.still_s(now).values()) == sorted(pulse.still_s(now).values(), reverse=True)
+
+
+def test_a_worker_that_says_nothing_makes_no_progress() -> None:
+    pulse = Pulse(("a", "b"), 0.0)
+    for now in range(10):
+        pulse.observe({"a": now}, float(now))
+    assert pulse.stalled(9.0, 5.0) == ("b",)
+
+
+def test_the_cause_is_the_rank_that_is_gone_then_the_one_with_an_error_of_its_own() -> None:
+    saw, own, gone = RankError("rank 2 failed"), ValueError("mine"), WorkerLost("gone")
+    assert find_cause({0: saw, 1: saw, 2: own}) == (2, own)
+    assert find_cause({0: saw, 1: gone, 2: own}) == (1, gone)
+    assert find_cause({1: saw, 3: saw}) == (1, saw)
+    refused = InputError("no")
+    assert find_cause({0: saw, 1: refused}) == (1, refused)

@@ -1,0 +1,54 @@
+"""A rank that raises, dies or hangs ends the step on all ranks, soon, with an error that names it."""
+
+from __future__ import annotations
+
+import pytest
+
+from rank_pool import RankPool
+from zero_cases import broken_step, steps_again, warmed
+
+TIMEOUT_S = 120.0  # of a collective
+SOON_S = 20.0  # far below it, and far above the second or two that it takes on an idle machine
+
+
+@pytest.fixture
+def ranks():
+    pool = RankPool(3, timeout_s=TIMEOUT_S)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["zero1", "zero3"])
+def test_a_rank_that_raises_is_named_on_all(ranks, layout):
+    assert ranks.run(warmed) == [6.0, 6.0, 6.0]
+    told = ranks.run(broken_step, "all", victim=-1, layout=layout)
+    assert all("InputError" in text and "temperature 0" in text for _, text in told)
+    assert ranks.run(steps_again) == [1, 1, 1], "what all ranks refuse alike breaks nothing"
+    told = ranks.run(broken_step, "raise", victim=1, layout=layout)
+    assert told[1][1] == "ValueError: a fault of its own"
+    for rank in (0, 2):
+        seconds, text = told[rank]
+        assert seconds < SOON_S
+        assert text.startswith(f"RankError: step 1 ended on rank {rank}: rank 1 failed: ValueError: a fault of its own")
+    again = ranks.attempt(steps_again)
+    assert all(failed and "RankError" in error[0] for failed, error in again), "a broken group does not go on"
+
+
+def test_a_rank_that_dies_is_named(ranks):
+    told = ranks.attempt(broken_step, "die", victim=2, layout="zero1")
+    assert told[2] == (True, ("Dead", "the process is gone"))
+    for rank in (0, 1):
+        seconds, text = told[rank][1]
+        assert seconds < SOON_S and f"RankError: step 1 ended on rank {rank}: rank 2 said nothing" in text
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_named():
+    pool = RankPool(2, timeout_s=6.0)
+    try:
+        pool.send(broken_step, "hang", victim=1, layout="zero3")
+        seconds, text = pool.answer(0)[1]
+        assert 6.0 <= seconds < 6.0 + SOON_S and "rank 1 said nothing" in text
+    finally:
+        pool.close()

@@ -1,0 +1,42 @@
+"""The store that ranks meet at: where it listens, and for how long."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+
+import psutil
+import pytest
+from torch.distributed import TCPStore
+
+from gyre.core.errors import ConfigError
+from gyre.distributed.init import hold_store
+
+
+def heard_at(port: int) -> list[str]:
+    """Addresses on which this process listens at a port."""
+    places = psutil.Process().net_connections("inet")
+    return [place.laddr.ip for place in places if place.status == psutil.CONN_LISTEN and place.laddr.port == port]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost"])
+def test_a_store_listens_on_the_address_that_it_is_told(host: str) -> None:
+    store = hold_store(host, timeout_s=20.0)
+    assert heard_at(store.port) in (["::1"], [socket.gethostbyname(host)])
+    other = TCPStore(host, store.port, is_master=False, timeout=timedelta(seconds=20), use_libuv=True)
+    other.set("key", "value")
+    assert store.get("key") == b"value"
+
+
+def test_a_store_is_gone_with_its_owner_and_leaves_its_descriptor_to_nobody() -> None:
+    before = psutil.Process().num_fds()
+    store = hold_store(timeout_s=20.0)
+    port = store.port
+    del store
+    assert heard_at(port) == [] and psutil.Process().num_fds() <= before
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1") as refused:
+        hold_store("192.0.2.1")
+    assert "node-ip-address" in refused.value.hint

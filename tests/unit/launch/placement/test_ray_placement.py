@@ -1,0 +1,133 @@
+"""Starting a fleet's workers: one that fails ends the wait for the others, and none is left with its device."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gyre.cluster.health.watchdog import Patience
+from gyre.cluster.worker.server import WorkerFault
+from gyre.core.errors import ConfigError, RankError, WorkerLate, WorkerLost
+from gyre.launch.placement import ray_placement
+from gyre.launch.placement.ray_placement import Spread
+
+
+@pytest.mark.parametrize(
+    ("error", "seen"),
+    [
+        (WorkerFault("no CUDA here"), (RankError, "a worker could not be started: no CUDA here")),
+        (ConfigError("a key"), (ConfigError, "a key")),
+        (WorkerLate("worker-1 had not answered"), (RankError, "a worker could not be started: worker-1 had not")),
+    ],
+)
+def test_a_worker_that_fails_ends_the_wait_for_those_that_wait_for_it(monkeypatch, error, seen) -> None:
+    monkeypatch.setattr(ray_placement, "GRACE_S", 0.05)
+    ended: list[str] = []
+
+    async def fail() -> None:
+        raise error
+
+    async def wait() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("stopped")
+
+    async def late() -> None:
+        if not isinstance(error, WorkerLate):
+            raise RankError("it saw the other one fail")
+
+    async def main() -> None:
+        await asyncio.wait_for(ray_placement._all_or_first_error([wait(), late(), fail(), wait()]), 60)
+
+    with pytest.raises(seen[0], match=seen[1]):
+        asyncio.run(main())
+    assert ended == ["stopped", "stopped"]
+
+
+def test_a_worker_that_fails_is_named_before_one_that_is_late() -> None:
+    """The late one may have waited for it."""
+
+    async def fail(error: Exception) -> None:
+        raise error
+
+    with pytest.raises(WorkerLost, match="worker-1 is gone"):
+        works = [fail(WorkerLate("worker-0 had not answered")), fail(WorkerLost("worker-1 is gone"))]
+        asyncio.run(ray_placement._all_or_first_error(works))
+
+
+def test_a_worker_that_hangs_while_snapshots_are_looked_through_is_a_lost_rank() -> None:
+    """So the run is started again."""
+    looked: Future[str] = Future()
+    looked.set_result("what it is at")
+    handle = SimpleNamespace(
+        name="worker-0", place="here", begin=lambda method, *args: Future(), look=lambda what: looked
+    )
+    spread: Any = SimpleNamespace(
+        _fleet=SimpleNamespace(cluster=None),
+        _handles=[handle],
+        _emit=lambda kind, **fields: None,
+        _settings=SimpleNamespace(call_deadline_s=0.5, hang_s=60.0),
+        _patience=Patience(key="snapshot.deadline_s", seconds=0.5),
+    )
+    spread._make_group = lambda: Spread._make_group(spread)
+    with pytest.raises(RankError, match="looking through step-00000003 hangs: no progress on worker-0") as hung:
+        asyncio.run(Spread.look_through(spread, Path("step-00000003")))
+    assert "snapshot.deadline_s = 0.5" in hung.value.hint
+
+
+def test_results_come_in_order_and_nothing_is_nothing() -> None:
+    async def after(turns: int) -> int:
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        return turns
+
+    assert asyncio.run(ray_placement._all_or_first_error([after(3), after(1), after(2)])) == [3, 1, 2]
+    assert asyncio.run(ray_placement._all_or_first_error([])) == []
+
+
+def test_an_engine_that_cannot_begin_its_stage_does_not_keep_its_device(monkeypatch) -> None:
+    handle = SimpleNamespace(name="engine-0", place="here")
+    stopped: list[Any] = []
+
+    class Cluster:
+        async def start(self, spec: Any) -> Any:
+            return handle
+
+        async def stop(self, one: Any) -> None:
+            stopped.append(one)
+
+    async def ask(*args: Any, **options: Any) -> None:
+        raise WorkerFault("out of memory")
+
+    monkeypatch.setattr(ray_placement, "ask", ask)
+    spread: Any = SimpleNamespace(
+        _stage=(SimpleNamespace(name="main"), SimpleNamespace(to_json=lambda: "{}")),
+        _fleet=SimpleNamespace(cluster=Cluster()),
+        _spec=lambda name, rank: name,
+        _settings=SimpleNamespace(start_deadline_s=1.0),
+        _emit=lambda kind, **fields: None,
+    )
+    with pytest.raises(WorkerFault, match="out of memory"):
+        asyncio.run(Spread._start_engine(spread, "engine-0"))
+    assert stopped == [handle]
+
+
+@pytest.mark.parametrize(
+    ("calls_s", "snapshots_s", "key"),
+    [
+        (300.0, 1800.0, "snapshot.deadline_s"),
+        (300.0, 60.0, "cluster.call_deadline_s"),
+    ],
+)
+def test_the_longer_of_two_limits_is_in_force_with_its_name(calls_s, snapshots_s, key) -> None:
+    spread: Any = SimpleNamespace(
+        _settings=SimpleNamespace(call_deadline_s=calls_s),
+        _config=SimpleNamespace(snapshot=SimpleNamespace(deadline_s=snapshots_s)),
+    )
+    assert Spread._patience.fget(spread) == Patience(key=key, seconds=max(calls_s, snapshots_s))  # type: ignore[attr-defined]
