@@ -262,7 +262,7 @@ def test_programs_in_flight_do_not_mix(cells):
 
 
 def test_a_dead_zygote_costs_one_program(cells):
-    zygotes = [process for process in _below() if "jail.zygote" in " ".join(process.cmdline())]
+    zygotes = [process for process in _below() if "sandbox.fork_server" in " ".join(process.cmdline())]
     assert zygotes
     for process in zygotes:
         process.kill()

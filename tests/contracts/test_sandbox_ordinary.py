@@ -77,9 +77,9 @@ def test_ordinary_programs_print_as_outside(outside, mode):
 
 NUMPY = """
 import socket, sys
-from gyre.rewards.sandbox import guard, kernel, program
+from gyre.rewards.sandbox import syscall_filter, kernel, program
 kernel.forbid_new_privileges()
-program.announce(socket.socket(fileno=int(sys.argv[1])), guard.CallFilter())
+program.announce(socket.socket(fileno=int(sys.argv[1])), syscall_filter.CallFilter())
 import numpy as np
 a = np.random.default_rng(0).normal(size=(200, 200))
 np.linalg.svd(a @ a.T)

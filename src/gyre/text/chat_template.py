@@ -2,7 +2,7 @@
 Out: their text, or an InputError that names the template's file.
 
 A template is code that others wrote. jinja2's sandbox keeps it from files and processes, and bounds neither time nor
-memory; the process (`template_child`) does, and is ended when a template passes its limits. It starts with the first
+memory; the process (`chat_template_child`) does, and is ended when a template passes its limits. It starts with the first
 conversation and ends with its `ChatTemplate`, or with this process.
 """
 
@@ -105,7 +105,7 @@ class _Child:
     def __init__(self) -> None:
         self._link, theirs = socket.socketpair()
         self._link.settimeout(WALL_LIMIT_S)
-        script = str(Path(__file__).with_name("template_child.py"))
+        script = str(Path(__file__).with_name("chat_template_child.py"))
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-S", "-P", script, str(theirs.fileno())],

@@ -102,7 +102,7 @@ def test_training_does_not_depend_on_the_order_of_texts(random) -> None:
 
 
 def test_training_is_the_same_in_another_process() -> None:
-    code = "import test_text_tokenizer as t; print(t.TOKENIZER.fingerprint)"
+    code = "import unit.text.test_tokenizer as t; print(t.TOKENIZER.fingerprint)"
     for hash_seed in ("1", "2"):
         run = subprocess.run(
             [sys.executable, "-c", code],

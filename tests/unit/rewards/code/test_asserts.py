@@ -287,7 +287,7 @@ values = st.recursive(
 
 def _plain():
     space: dict = {}
-    text = importlib.resources.files("gyre.rewards").joinpath("harness.py").read_text()
+    text = importlib.resources.files("gyre.rewards.code").joinpath("harness.py").read_text()
     exec(text.rpartition("main()")[0], space)
     return lambda value: decode(json.loads(json.dumps(space["plain"](value, [10**6, 10**6]))), Meter())
 
