@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gyre.distributed.process_group import Group
+from gyre.distributed.process_group import RankGroup
 from gyre.engine.weights import EngineWeights
 from gyre.models.decoder import Decoder
 from gyre.weights.gather import ShardSource
@@ -75,7 +75,7 @@ def report(args: argparse.Namespace, zero: int, found: dict[str, Any]) -> None:
     )  # fmt: skip
 
 
-def measure(group: Group, tell: Tell, row: Row) -> dict[str, Any]:
+def measure(group: RankGroup, tell: Tell, row: Row) -> dict[str, Any]:
     """On every rank."""
     began_s, device = time.monotonic(), group.device
     decoder = blank_decoder(row)
@@ -129,7 +129,7 @@ def measure(group: Group, tell: Tell, row: Row) -> dict[str, Any]:
     return found | {"gather_ms_by_bucket_mib": by_bucket}
 
 
-def gather_plainly(group: Group, size_bytes: int) -> None:
+def gather_plainly(group: RankGroup, size_bytes: int) -> None:
     """As many bytes as the weights have, with nothing written anywhere."""
     own = torch.empty(CHUNK_BYTES // group.size, dtype=torch.uint8, device=group.device)
     chunks = [torch.empty(len(own) * group.size, dtype=torch.uint8, device=group.device) for _ in range(2)]
@@ -143,7 +143,7 @@ def gather_plainly(group: Group, size_bytes: int) -> None:
         work.wait()
 
 
-def compare(group: Group, source: ShardSource, weights: EngineWeights) -> None:
+def compare(group: RankGroup, source: ShardSource, weights: EngineWeights) -> None:
     """This rank's own numbers lie where they belong, and every rank has the same sum of bits of each rank's run."""
     sums = []
     for name, tensor in weights.tensors.items():

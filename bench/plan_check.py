@@ -26,7 +26,7 @@ from gyre.models.spec import ModelSpec
 from gyre.objectives.config import SftConfig
 from gyre.planner.hardware import saving_on_cpu, saving_on_cuda
 from gyre.planner.memory_model.activations import Checkpointing
-from gyre.planner.memory_model.peaks import Job, train_moments
+from gyre.planner.memory_model.peaks import TrainingJob, train_moments
 from gyre.planner.memory_model.states import Layout, state_bytes
 from gyre.planner.model_zoo import find_shape, model_numbers
 from gyre.trainer.config import TrainerConfig
@@ -149,7 +149,7 @@ def report(args: argparse.Namespace, spec: ModelSpec, measured: dict[str, int], 
         offload_gradients=False,
     )
     tokens = args.chunks * args.tokens
-    job = Job(
+    job = TrainingJob(
         model=model_numbers(spec),
         dtype="bfloat16",
         saving=saving_on_cuda(device) if on_gpu else saving_on_cpu(),

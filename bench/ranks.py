@@ -23,8 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gyre.distributed.init import Seat, child_environment, hold_store, join, leave
-from gyre.distributed.process_group import Group
+from gyre.distributed.init import RankSpec, child_environment, hold_store, join, leave
+from gyre.distributed.process_group import RankGroup
 
 START_S = 150.0  # of processes: imports, the device, the first collective
 COLLECTIVE_S = 60.0
@@ -146,14 +146,14 @@ def print_line(told: Mapping[str, Any]) -> None:
     print(json.dumps(told), flush=True)
 
 
-def settle(group: Group) -> None:
+def settle(group: RankGroup) -> None:
     """All ranks are here, and their devices idle."""
     group.barrier()
     if group.device.type == "cuda":
         torch.cuda.synchronize(group.device)
 
 
-def timed(group: Group, run: Callable[[], Any]) -> float:
+def timed(group: RankGroup, run: Callable[[], Any]) -> float:
     """Seconds of the slowest rank, the same number on all."""
     settle(group)
     started_s = time.perf_counter()
@@ -172,7 +172,7 @@ def memory_gib(device: torch.device) -> dict[str, float]:
     }
 
 
-def _clear(group: Group, tell: Tell) -> None:
+def _clear(group: RankGroup, tell: Tell) -> None:
     """Free what a call has left: memory, and the process groups of its meshes."""
     gc.collect()
     for made in list(dist.distributed_c10d._world.pg_map):
@@ -192,7 +192,7 @@ def _serve(end: Connection, rank: int, size: int, port: int, device: str) -> Non
     if not on_gpu:
         torch.set_num_threads(1)
     own = torch.device(device, rank) if on_gpu else torch.device(device)
-    seat = Seat(
+    seat = RankSpec(
         rank=rank,
         world_size=size,
         store_host="127.0.0.1",
@@ -217,7 +217,7 @@ def _serve(end: Connection, rank: int, size: int, port: int, device: str) -> Non
             return False
         return True
 
-    groups: list[Group] = []
+    groups: list[RankGroup] = []
     if not attempt(lambda: groups.append(join(seat))):
         return
     while True:

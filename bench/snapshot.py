@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from gyre.core.errors import DeadlineError
-from gyre.distributed.process_group import Group
+from gyre.distributed.process_group import RankGroup
 from gyre.memory.pools.host_buffer import HostBuffer
 from gyre.observability.hardware import describe_hardware
 from gyre.trainer.checkpoint.saver import Saver
@@ -99,7 +99,7 @@ def report(args: argparse.Namespace, text: str, row: Row, found: dict[str, Any])
     )  # fmt: skip
 
 
-def measure(group: Group, tell: Tell, row: Row, folder: str, write_s: float) -> dict[str, Any]:
+def measure(group: RankGroup, tell: Tell, row: Row, folder: str, write_s: float) -> dict[str, Any]:
     """On every rank."""
     numbers = sum(torch.Size(shape).numel() for shape in row.spec.parameter_shapes().values())
     expected = STATE_BYTES * numbers // group.size
@@ -153,7 +153,7 @@ def make_memory(saver: Saver, trainer: NativeTrainer) -> None:
     saver._staging.place([])
 
 
-def copy_beside(group: Group, saver: Saver, trainer: NativeTrainer, step: Any) -> dict[str, float]:
+def copy_beside(group: RankGroup, saver: Saver, trainer: NativeTrainer, step: Any) -> dict[str, float]:
     """A copy beside a training step, and no file: seconds of both on the slowest rank."""
     placed, took_s = [], []
 
@@ -175,7 +175,7 @@ def copy_beside(group: Group, saver: Saver, trainer: NativeTrainer, step: Any) -
     return {"copy_s": round(max(group.share(took_s[0])), 4), "step_s": round(step_s, 4)}
 
 
-def touch(size_bytes: int, group: Group) -> None:
+def touch(size_bytes: int, group: RankGroup) -> None:
     """Use so much host memory once, by many threads, and give it back; or what is free, if that is less."""
     free = describe_hardware()["memory_available_bytes"] or 0
     size_bytes = min(size_bytes, int(TOUCH_SHARE * free) // group.size)
@@ -189,14 +189,14 @@ def touch(size_bytes: int, group: Group) -> None:
         list(pool.map(lambda span: ctypes.memset(span[0], 0, span[1]), spans))
 
 
-def copy_plainly(group: Group) -> float:
+def copy_plainly(group: RankGroup) -> float:
     """Seconds of a copy of LINK_BYTES from the device into pinned memory, on all ranks at once."""
     there = torch.empty(LINK_BYTES, dtype=torch.uint8, device=group.device)
     here = HostBuffer(LINK_BYTES, pin=True, owner="bench")  # pinned as long as it lives
     return min(timed(group, lambda: here.bytes.copy_(there, non_blocking=True)) for _ in range(3))
 
 
-def train_meanwhile(group: Group, saver: Saver, step: Any, until: float) -> list[float]:
+def train_meanwhile(group: RankGroup, saver: Saver, step: Any, until: float) -> list[float]:
     """Seconds of steps while any rank still writes; ranks stop together."""
     times_s: list[float] = []
     while True:
@@ -207,7 +207,7 @@ def train_meanwhile(group: Group, saver: Saver, step: Any, until: float) -> list
         times_s.append(round(timed(group, step), 4))
 
 
-def look_through(group: Group, store: SnapshotStore) -> dict[str, Any]:
+def look_through(group: RankGroup, store: SnapshotStore) -> dict[str, Any]:
     """Read what was written, all ranks together."""
     (path,) = store.paths()
     faults: list[Any] = []

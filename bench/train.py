@@ -40,11 +40,11 @@ from gyre.models.decoder import Decoder, Layer
 from gyre.models.flops import forward_flops
 from gyre.models.spec import ModelSpec
 from gyre.objectives.config import SftConfig
-from gyre.trainer.batching.microbatch import Chunk, build_chunk
+from gyre.trainer.batching.microbatch import MicroBatch, build_chunk
 from gyre.trainer.config import TrainerConfig
 from gyre.trainer.passes.backward import Models, collect_gradients
 from gyre.trainer.passes.forward import chunk_logprobs
-from gyre.trainer.roles.trained_model import Learner
+from gyre.trainer.roles.trained_model import TrainedModel
 from record import parser, say
 
 PEAK_FLOPS, MATMUL_FLOPS, FP8_FLOPS = 989e12, 794e12, 1458e12  # data sheet of BF16; measured on an H200
@@ -126,7 +126,7 @@ def measure(spec: ModelSpec, args: Any, device: torch.device) -> dict[str, Any]:
     config = TrainerConfig.model_validate({"learning_rate": 1e-6, "tokens_per_chunk": args.tokens, **settings})
     split = Splitter(alone(device), ParallelConfig()).split("actor")
     silent = {"folder": None, "emit": lambda kind, **fields: None, "progress": lambda: None}
-    actor = Learner("actor", decoder, None, config, split, **silent)
+    actor = TrainedModel("actor", decoder, None, config, split, **silent)
     logprobs = functools.partial(chunk_logprobs, checkpointing=config.checkpointing, float8=actor.float8)
     models = Models(actor=actor, logprobs=logprobs)
     chunk = make_chunk(spec, args.tokens, args.sequences, device)
@@ -173,12 +173,12 @@ def measure(spec: ModelSpec, args: Any, device: torch.device) -> dict[str, Any]:
     }
 
 
-def visit(actor: Learner) -> contextlib.AbstractContextManager[None]:
+def visit(actor: TrainedModel) -> contextlib.AbstractContextManager[None]:
     """Around passes: weights in host memory come to the device."""
     return contextlib.nullcontext() if actor.stream is None else actor.stream.visit()
 
 
-def traffic(actor: Learner, step: Callable[[], None]) -> dict[str, float]:
+def traffic(actor: TrainedModel, step: Callable[[], None]) -> dict[str, float]:
     """What one step moves between host and device, and how long it waits for that: for weights, for state."""
     sources = {"weights": actor.stream, "state": actor.home if actor.home.stream is not None else None}
     found = {}
@@ -192,7 +192,7 @@ def traffic(actor: Learner, step: Callable[[], None]) -> dict[str, float]:
     return found
 
 
-def make_chunk(spec: ModelSpec, tokens: int, sequences: int, device: torch.device) -> Chunk:
+def make_chunk(spec: ModelSpec, tokens: int, sequences: int, device: torch.device) -> MicroBatch:
     """Random tokens; every one but a sequence's first is a target."""
     rng = np.random.default_rng(0)
     made = []
@@ -201,7 +201,7 @@ def make_chunk(spec: ModelSpec, tokens: int, sequences: int, device: torch.devic
     return build_chunk(made, range(len(made)), pairwise=False, vocab_size=spec.vocab_size, device=device)
 
 
-def layers_alone(actor: Learner, chunk: Chunk) -> Callable[[], None]:
+def layers_alone(actor: TrainedModel, chunk: MicroBatch) -> Callable[[], None]:
     """Forward and backward of the layers, with gradients into the float32 buffer, without embedding and head."""
     decoder, checkpointing, float8 = actor.decoder, actor.checkpointing, actor.float8
     shape = chunk.layout.num_tokens, decoder.spec.hidden_size
@@ -228,7 +228,7 @@ def layers_alone(actor: Learner, chunk: Chunk) -> Callable[[], None]:
     return run
 
 
-def model_flops(spec: ModelSpec, chunk: Chunk, *, head: bool = True) -> float:
+def model_flops(spec: ModelSpec, chunk: MicroBatch, *, head: bool = True) -> float:
     """Of one forward and backward pass over the chunk."""
     return 3 * forward_flops(spec, chunk.layout.lengths, num_outputs=len(chunk.targets_N) if head else 0)
 

@@ -37,14 +37,14 @@ from torch.profiler import ProfilerActivity, profile
 from gyre.core.config import Section
 from gyre.core.records import Checkpointing, Matmul, StepReport, TrainBatch, TrainSequence
 from gyre.distributed.config import ParallelConfig, SumGradients, Zero
-from gyre.distributed.process_group import Group
+from gyre.distributed.process_group import RankGroup
 from gyre.memory.pools.cuda_vmm import VirtualUsage
 from gyre.models.decoder import Decoder
 from gyre.models.flops import forward_flops
 from gyre.models.spec import ModelSpec
 from gyre.objectives.config import AnyObjective, GrpoConfig, SftConfig
 from gyre.planner.hardware import saving_on_cpu, saving_on_cuda
-from gyre.planner.memory_model.peaks import Job, train_moments
+from gyre.planner.memory_model.peaks import TrainingJob, train_moments
 from gyre.planner.memory_model.states import Layout
 from gyre.planner.model_zoo import model_numbers
 from gyre.trainer.config import TrainerConfig
@@ -207,7 +207,7 @@ def find_peer(row: Row, gpus: int) -> dict[str, Any] | None:
     return {"name": TITAN, "value": PEERS[key]} if key in PEERS else None
 
 
-def measure(group: Group, tell: Tell, row: Row, steps: int, budget_s: float) -> dict[str, Any]:
+def measure(group: RankGroup, tell: Tell, row: Row, steps: int, budget_s: float) -> dict[str, Any]:
     """On every rank. Past `budget_s` no further step is begun."""
     began_s, device, events = time.monotonic(), group.device, []
     trainer = make_trainer(group, row, events)
@@ -246,7 +246,7 @@ def wait_of(report: StepReport) -> float:
     return report.measured.get("communication_wait_seconds", 0.0)
 
 
-def make_trainer(group: Group, row: Row, events: list, decoder: Decoder | None = None) -> NativeTrainer:
+def make_trainer(group: RankGroup, row: Row, events: list, decoder: Decoder | None = None) -> NativeTrainer:
     """A `decoder` that is given is on the meta device."""
     config = TrainerConfig(
         learning_rate=1e-6,
@@ -297,7 +297,7 @@ def step_flops(row: Row) -> float:
     return 3 * forward_flops(row.spec, row.lengths, num_outputs=targets)
 
 
-def memory(group: Group, trainer: NativeTrainer) -> dict[str, Any]:
+def memory(group: RankGroup, trainer: NativeTrainer) -> dict[str, Any]:
     """By rank: what was allocated at most, weights in virtual memory included; what torch's allocator reserved; what
     the device has given away, for NCCL and the driver too."""
     if group.device.type != "cuda":
@@ -310,7 +310,7 @@ def memory(group: Group, trainer: NativeTrainer) -> dict[str, Any]:
     return dict(zip(("peak_gib", "reserved_gib", "device_gib"), map(list, zip(*by_rank, strict=True)), strict=True))
 
 
-def predicted_gib(row: Row, group: Group) -> dict[str, float]:
+def predicted_gib(row: Row, group: RankGroup) -> dict[str, float]:
     """What the plan says is allocated, by moment of a step."""
     layout = Layout(
         gpus=group.size,
@@ -323,7 +323,7 @@ def predicted_gib(row: Row, group: Group) -> dict[str, float]:
         offload_gradients=False,
     )
     tokens, length = row.step_tokens * group.size, row.lengths[0]
-    job = Job(
+    job = TrainingJob(
         model=model_numbers(row.spec),
         dtype="bfloat16",
         saving=saving_on_cuda(group.device) if group.device.type == "cuda" else saving_on_cpu(),
@@ -337,7 +337,7 @@ def predicted_gib(row: Row, group: Group) -> dict[str, float]:
     return {moment.name: round(moment.allocated_bytes / 2**30, 2) for moment in train_moments(job, layout)}
 
 
-def traced(group: Group, trainer: NativeTrainer, batch: TrainBatch) -> dict[str, Any]:
+def traced(group: RankGroup, trainer: NativeTrainer, batch: TrainBatch) -> dict[str, Any]:
     """One more step under the profiler, on every rank."""
     on_cuda = group.device.type == "cuda"
     with profile(activities=[ProfilerActivity.CUDA if on_cuda else ProfilerActivity.CPU]) as profiled:

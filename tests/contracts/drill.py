@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from hostile_programs import COUNTED, COUNTED_WALLED, HOSTILE, REFUSED, WALLED
 
-from gyre.rewards.sandbox.executors import Cell, Unavailable
+from gyre.rewards.sandbox.executors import Cell, IsolationUnavailable
 from gyre.rewards.sandbox.records import Limits, Program
 
 LIMITS = Limits(wall_s=1.5, cpu_s=1.0, memory_bytes=96 << 20, processes=8, output_bytes=1 << 16, file_bytes=2 << 20)
@@ -43,7 +43,7 @@ def main(mode: str) -> None:
     try:
         for cell in cells:
             cell.start()
-    except Unavailable as error:
+    except IsolationUnavailable as error:
         print(json.dumps({"unavailable": str(error)}))
         return
     names = sorted(programs)

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from gyre.core.errors import InputError
-from gyre.rewards.sandbox.executors import Cell, Cells, Unavailable, _probe
+from gyre.rewards.sandbox.executors import Cell, Cells, IsolationUnavailable, _probe
 from gyre.rewards.sandbox.records import Limits, Program
 
 LIMITS = Limits(wall_s=10.0, cpu_s=5.0, memory_bytes=128 << 20, processes=8, output_bytes=1 << 16, file_bytes=1 << 20)
@@ -21,7 +21,7 @@ SHORT = Limits(wall_s=0.5, cpu_s=5.0, memory_bytes=128 << 20, processes=8, outpu
 def _available(mode: str) -> bool:
     try:
         _probe(mode)  # type: ignore[arg-type]
-    except Unavailable:
+    except IsolationUnavailable:
         return False
     return True
 

@@ -13,8 +13,8 @@ import pytest
 from ordinary_programs import PROGRAMS
 
 from gyre.rewards.sandbox import syscall_filter
-from gyre.rewards.sandbox.executors import Cell, Unavailable
-from gyre.rewards.sandbox.meter import Meter
+from gyre.rewards.sandbox.executors import Cell, IsolationUnavailable
+from gyre.rewards.sandbox.meter import MemoryMeter
 from gyre.rewards.sandbox.records import Limits, Program
 
 LIMITS = Limits(wall_s=120.0, cpu_s=60.0, memory_bytes=1 << 30, processes=24)
@@ -62,7 +62,7 @@ def test_ordinary_programs_print_as_outside(outside, mode):
     cell = Cell(mode)
     try:
         cell.start()
-    except Unavailable as error:
+    except IsolationUnavailable as error:
         pytest.skip(f"no such mode on this machine: {error}")
     try:
         for at, wanted in zip(range(0, len(PROGRAMS), BATCH), outside, strict=True):
@@ -97,7 +97,7 @@ def test_numpy_and_its_threads_need_no_refused_call(tmp_path):
     )  # fmt: skip
     theirs.close()
     _, files, _, _ = socket.recv_fds(ours, 10, 1)
-    listener, ended = syscall_filter.Listener(files[0], Meter(-1, 0, 0)), os.pidfd_open(child.pid)
+    listener, ended = syscall_filter.Listener(files[0], MemoryMeter(-1, 0, 0)), os.pidfd_open(child.pid)
     while ended not in (ready := select.select([listener.fd, ended], [], [], 60)[0]):
         assert ready, "numpy hangs"
         listener.answer_one()

@@ -20,7 +20,7 @@ from gyre.trainer.adamw import adamw_8bit
 from gyre.trainer.adamw.adamw import Numbers
 from gyre.trainer.adamw.adamw_8bit import CodedUpdate, _blank
 from gyre.trainer.adamw.blocks import BLOCK
-from gyre.trainer.offload.state_placement import Home
+from gyre.trainer.offload.state_placement import StatePlacement
 from gyre.trainer.optim.flat import FlatOptimizer
 from rank_pool import RankPool
 from zero_cases import AWAY, coded_updates
@@ -89,7 +89,7 @@ def test_no_update_leaps_where_a_second_moment_is_small(seed: int, monkeypatch: 
     assert largest_update(seed) > 100.0
 
 
-def make(dtype: torch.dtype, home: Home | None) -> tuple[dict[str, nn.Parameter], FlatOptimizer]:
+def make(dtype: torch.dtype, home: StatePlacement | None) -> tuple[dict[str, nn.Parameter], FlatOptimizer]:
     generator = torch.Generator().manual_seed(0)
     parameters = {
         name: nn.Parameter(torch.randn(shape, generator=generator).to(CUDA, dtype)) for name, shape in SHAPES.items()
@@ -103,7 +103,7 @@ def make(dtype: torch.dtype, home: Home | None) -> tuple[dict[str, nn.Parameter]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_updates_with_state_away_are_the_same_to_the_bit(tmp_path: Path, how: str, dtype: torch.dtype) -> None:
     found = []
-    home = Home(
+    home = StatePlacement(
         "actor",
         CUDA,
         state=AWAY[how].get("offload_optimizer", "none"),

@@ -18,7 +18,7 @@ from gyre.distributed.mesh import Splitter, make_mesh
 from gyre.distributed.process_group import alone
 from gyre.models.decoder import Decoder
 from gyre.models.init import FreshWeights
-from gyre.trainer.offload.state_placement import Home
+from gyre.trainer.offload.state_placement import StatePlacement
 from gyre.trainer.optim.flat import FlatOptimizer
 from gyre.trainer.passes.forward import chunk_logprobs
 from gyre.trainer.roles.materialize import start_away
@@ -31,7 +31,7 @@ CUDA = torch.device("cuda")
 SHAPES = {"a.weight": (2000, 700), "norm.weight": (1999,), "b.weight": (300, 41, 7), "b.bias": (11,)}
 
 
-def make(dtype: torch.dtype, home: Home | None) -> tuple[dict[str, nn.Parameter], FlatOptimizer]:
+def make(dtype: torch.dtype, home: StatePlacement | None) -> tuple[dict[str, nn.Parameter], FlatOptimizer]:
     generator = torch.Generator().manual_seed(0)
     parameters = {
         name: nn.Parameter(torch.randn(shape, generator=generator).to(CUDA, dtype)) for name, shape in SHAPES.items()
@@ -41,9 +41,9 @@ def make(dtype: torch.dtype, home: Home | None) -> tuple[dict[str, nn.Parameter]
     return parameters, optimizer
 
 
-def homes(folder: Path, how: str) -> Home:
+def homes(folder: Path, how: str) -> StatePlacement:
     settings = AWAY[how]
-    return Home(
+    return StatePlacement(
         "actor",
         CUDA,
         state=settings.get("offload_optimizer", "none"),

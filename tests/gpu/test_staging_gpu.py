@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gyre.trainer.checkpoint.shards import Part
-from gyre.trainer.checkpoint.staging import BATCH_BYTES, Staging
+from gyre.trainer.checkpoint.staging import BATCH_BYTES, StagingBuffer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 GPU = torch.device("cuda", 0)
@@ -24,7 +24,7 @@ def parts_of(tensors: list[torch.Tensor]) -> list[Part]:
 
 def test_what_is_copied_is_what_was_launched_before_the_call() -> None:
     tensors = [torch.zeros(size, device=GPU) for size in SIZES] + [torch.arange(1000), torch.ones(5).bfloat16()]
-    staging, other = Staging(GPU, deadline_s=60.0), torch.empty(1 << 20, device=GPU)
+    staging, other = StagingBuffer(GPU, deadline_s=60.0), torch.empty(1 << 20, device=GPU)
     staging.place(parts_of(tensors))  # the buffer is made and pinned
     torch.cuda.synchronize()
     torch.cuda._sleep(CYCLES)
@@ -45,7 +45,7 @@ def test_what_is_copied_is_what_was_launched_before_the_call() -> None:
 
 def test_memory_is_pinned_in_a_thread_for_the_device_that_uses_it() -> None:
     device = torch.device("cuda", torch.cuda.device_count() - 1)
-    staging = Staging(device, deadline_s=60.0)
+    staging = StagingBuffer(device, deadline_s=60.0)
     staging.prepare(1 << 20)
     placed = staging.place(parts_of([torch.ones(1 << 10, device=device)]))
     staging.fill(placed)

@@ -15,7 +15,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from fsdp_cases import gathered_dtypes, waited_for_a_late_device
-from gyre.distributed.process_group import Group, alone
+from gyre.distributed.process_group import RankGroup, alone
 from gyre.kernels.float8 import CAPABILITY
 from rank_pool import RankPool
 from trainer_cases import whole_tensors
@@ -39,7 +39,7 @@ SIZE = 4 if NUM_GPUS >= 4 else 2
 NAMES = [name for name, config in LAYOUTS.items() if SIZE == 4 or not (config.shard_ranks or name == "mixed")]
 
 
-def by_itself(group: Group, case: Callable[..., Any], *args: Any, **settings: Any) -> Any:
+def by_itself(group: RankGroup, case: Callable[..., Any], *args: Any, **settings: Any) -> Any:
     """A case on this rank's own GPU, without the others."""
     return case(alone(group.device), *args, **settings)
 

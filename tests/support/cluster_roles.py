@@ -18,7 +18,7 @@ from typing import Any
 from fakes.config import FakeEngineConfig, FakeTrainerConfig
 from fakes.engine import Faults, ScriptedEngine
 from fakes.trainer import CountingTrainer
-from gyre.cluster.worker.endpoints import EngineSeat, TrainerSeat
+from gyre.cluster.worker.endpoints import EngineEndpoint, TrainerEndpoint
 from gyre.cluster.worker.server import Context
 from gyre.core.contracts import WorkerHandle
 from gyre.core.errors import InputError, MemoryBudgetError
@@ -62,13 +62,13 @@ def fake_engine(context: Context, *, token_delay_s: float = 0.002, stalled: tupl
         config=FakeEngineConfig(context_tokens=128, max_running=6, token_delay_s=token_delay_s),
         faults=Faults(stalled=frozenset(stalled)),
     )
-    return SimpleNamespace(engine=EngineSeat(engine))
+    return SimpleNamespace(engine=EngineEndpoint(engine))
 
 
 def native_engine(context: Context, *, shared: bool = False) -> Any:
     from test_rollout_engine import build_native
 
-    return SimpleNamespace(engine=EngineSeat(build_native(shared).engine))
+    return SimpleNamespace(engine=EngineEndpoint(build_native(shared).engine))
 
 
 def fake_trainer(
@@ -77,7 +77,7 @@ def fake_trainer(
     trainer = CountingTrainer(
         emit=context.emit, config=FakeTrainerConfig(sequences_per_update=4), shapes=shapes, **fields
     )
-    return SimpleNamespace(trainer=TrainerSeat(trainer, rank=rank, compute=ThreadPoolExecutor(1)))
+    return SimpleNamespace(trainer=TrainerEndpoint(trainer, rank=rank, compute=ThreadPoolExecutor(1)))
 
 
 class Odd:
@@ -144,7 +144,7 @@ class Stuck(CountingTrainer):
 
 def stuck_trainer(context: Context, *, rank: int, stuck: bool = False, slow_s: float = 0.0) -> Any:
     trainer = Stuck(context, stuck=stuck, slow_s=slow_s)
-    return SimpleNamespace(trainer=TrainerSeat(trainer, rank=rank, compute=ThreadPoolExecutor(1)))
+    return SimpleNamespace(trainer=TrainerEndpoint(trainer, rank=rank, compute=ThreadPoolExecutor(1)))
 
 
 class FullDisk(CountingTrainer):
@@ -156,7 +156,7 @@ class FullDisk(CountingTrainer):
 
 def full_disk_trainer(context: Context, *, rank: int) -> Any:
     trainer = FullDisk(emit=context.emit)
-    return SimpleNamespace(trainer=TrainerSeat(trainer, rank=rank, compute=ThreadPoolExecutor(1)))
+    return SimpleNamespace(trainer=TrainerEndpoint(trainer, rank=rank, compute=ThreadPoolExecutor(1)))
 
 
 class Gated:

@@ -11,10 +11,10 @@ from collections.abc import Callable
 import numpy as np
 
 from gyre.core.records import Request
-from gyre.engine.scheduler.core import Cycle
-from gyre.engine.scheduler.slots import Rows
-from gyre.engine.scheduler.state import Roster
-from gyre.engine.scheduler.step import Sampled, Step
+from gyre.engine.scheduler.core import EngineCore
+from gyre.engine.scheduler.slots import InputBatch
+from gyre.engine.scheduler.state import SchedulerState
+from gyre.engine.scheduler.step import SampledTokens, Step
 
 PAGE_TOKENS, VOCAB, STOP = 4, 5, 4
 
@@ -75,11 +75,11 @@ class PageMemory:
 class FakeFlight:
     """Computed at launch, as the device works in order; handed over late, and once."""
 
-    def __init__(self, device: FakeDevice, sampled: Sampled) -> None:
+    def __init__(self, device: FakeDevice, sampled: SampledTokens) -> None:
         self._device, self._sampled = device, sampled
         self.number = device.launches
 
-    def fetch(self) -> Sampled:
+    def fetch(self) -> SampledTokens:
         assert self.number > self._device.fetched, "flights must be fetched in order, and once"
         self._device.fetched = self.number
         return self._sampled
@@ -95,7 +95,7 @@ class FakeDevice:
         self.loads: list[tuple[int, int]] = []  # of each launch: decoding rows, prompt tokens
         self.oldest_version = 0  # KV of an older one must not be read any more
 
-    def launch(self, rows: Rows, step: Step) -> FakeFlight:
+    def launch(self, rows: InputBatch, step: Step) -> FakeFlight:
         self.launches += 1
         self.largest_step = max(self.largest_step, step.num_tokens)
         self.computed += step.num_tokens
@@ -121,7 +121,7 @@ class FakeDevice:
             self.pool.copy(source, target)
         return FakeFlight(self, self._choose(step, rows, past))
 
-    def _choose(self, step: Step, rows: Rows, past: dict[int, np.ndarray]) -> Sampled:
+    def _choose(self, step: Step, rows: InputBatch, past: dict[int, np.ndarray]) -> SampledTokens:
         sources = [*step.decode_rows.tolist(), *(step.chunks[i].row for i in step.sample_chunks.tolist())]
         tokens = [next_token(past[source]) for source in sources]
         for row, at, token in zip(step.sample_rows, step.sample_positions, tokens, strict=True):
@@ -130,9 +130,9 @@ class FakeDevice:
             self.last_token[int(row)] = token
             rows.tokens_RW[row, at] = rows.tokens_RW[row, at - 1]  # plausible garbage: nobody may use it yet
         zeros = np.zeros(len(tokens), np.float32)
-        return Sampled(tokens=np.asarray(tokens, np.int32), logprobs=zeros, raw_logprobs=zeros, supports={})
+        return SampledTokens(tokens=np.asarray(tokens, np.int32), logprobs=zeros, raw_logprobs=zeros, supports={})
 
-    def _read(self, rows: Rows, row: int, start: int, end: int, step: Step) -> np.ndarray:
+    def _read(self, rows: InputBatch, row: int, start: int, end: int, step: Step) -> np.ndarray:
         """Return the tokens that the row's last token sees. What any of its tokens sees must be its own past."""
         first = max(0, start - self.window + 1) if self.window else 0
         held = [self.pool.slots[self._slot(rows, row, position)] for position in range(first, end)]
@@ -146,18 +146,23 @@ class FakeDevice:
         assert (tokens[: known - first] == rows.tokens_RW[row, first:known]).all()
         return tokens[-self.window :] if self.window else tokens
 
-    def _slot(self, rows: Rows, row: int, position: int) -> tuple[int, int]:
+    def _slot(self, rows: InputBatch, row: int, position: int) -> tuple[int, int]:
         return int(rows.table_RP[row, position // PAGE_TOKENS]), position % PAGE_TOKENS
 
-    def _salt(self, rows: Rows, row: int) -> str:
+    def _salt(self, rows: InputBatch, row: int) -> str:
         return rows.sequence_at(row).request.tenant_salt
 
 
 def make_cycle(
-    roster: Roster, device: FakeDevice, *, budget: int = 64, depth: int = 0, clock: Callable[[], float] = lambda: 0.0
-) -> Cycle:
+    roster: SchedulerState,
+    device: FakeDevice,
+    *,
+    budget: int = 64,
+    depth: int = 0,
+    clock: Callable[[], float] = lambda: 0.0,
+) -> EngineCore:
     """A cycle of weights 0 over the device, whose pages may go to the host; no token ends an answer."""
-    return Cycle(
+    return EngineCore(
         roster,
         device,  # type: ignore[arg-type]
         token_budget=budget,

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from gyre.core.errors import GyreError
-from gyre.distributed.process_group import Group
+from gyre.distributed.process_group import RankGroup
 from gyre.launch.export import export_shards
 from gyre.launch.factories import Machine
 from gyre.models.decoder import Decoder
@@ -22,7 +22,7 @@ from trainer_cases import make_trainer
 from zero_cases import BIG, LAYOUTS
 
 
-def exported_slowly(group: Group, folder: str, *, sync_s: float, deadline_s: float, fails: bool) -> tuple[int, str]:
+def exported_slowly(group: RankGroup, folder: str, *, sync_s: float, deadline_s: float, fails: bool) -> tuple[int, str]:
     """An export at whose end the disk takes `sync_s` to sync, and then fails or not. (this rank's signs of progress,
     what it was told)."""
     decoder = Decoder(BIG, device=group.device, dtype=torch.float32)

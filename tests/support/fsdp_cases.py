@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gyre.distributed.process_group import Group
+from gyre.distributed.process_group import RankGroup
 from gyre.models.decoder import Decoder
 from gyre.trainer.parallelize import fsdp
 from gyre.trainer.parallelize.exposed_comm import Exposed
@@ -16,7 +16,7 @@ from gyre.trainer.passes.forward import chunk_logprobs
 from zero_cases import batch_for, trainer_on
 
 
-def gathered_dtypes(group: Group, matmul: str) -> tuple[list[str], list[str], int]:
+def gathered_dtypes(group: RankGroup, matmul: str) -> tuple[list[str], list[str], int]:
     """What FSDP2 exchanges of a layer: dtypes after a step and after the next; and bytes of the whole layer."""
     trainer, found = trainer_on(group, "sft", layout="zero3", dtype="bfloat16", matmul=matmul), []
     layer = trainer._models.actor.decoder.layers[0]
@@ -29,7 +29,7 @@ def gathered_dtypes(group: Group, matmul: str) -> tuple[list[str], list[str], in
     return *found, sum(t.nbytes for t in inputs) * group.size
 
 
-def freed_between_passes(group: Group) -> tuple[list[int], list[int], bool]:
+def freed_between_passes(group: RankGroup) -> tuple[list[int], list[int], bool]:
     """Bytes under each layer's gathered weights as its forward pass sees them, and when the forward pass of all layers
     is over; and whether backward then gave a gradient. What backward saved is those weights."""
     trainer = trainer_on(group, "sft", layout="zero3")
@@ -44,7 +44,7 @@ def freed_between_passes(group: Group) -> tuple[list[int], list[int], bool]:
     return during, after, bool(trainer._models.actor.optimizer.grad_N.any())
 
 
-def order_of_collectives(group: Group, spec: str) -> list[str]:
+def order_of_collectives(group: RankGroup, spec: str) -> list[str]:
     """FSDP2's of a step, by the module that they are of."""
     trainer, told = trainer_on(group, "sft", layout="zero3", spec=spec), []
     decoder = trainer._models.actor.decoder
@@ -96,7 +96,7 @@ class Pairs:
         self.found.append((reached, done))
 
 
-def waits(group: Group, layout: str, spec: str) -> tuple[list[str], list[tuple[int, int]]]:
+def waits(group: RankGroup, layout: str, spec: str) -> tuple[list[str], list[tuple[int, int]]]:
     """FSDP2's collectives of a chunk, its own waits for weights, and the marks around them, as on a GPU; which marks are
     the two ends of a wait."""
     told, pairs = [], Pairs()
@@ -115,7 +115,7 @@ def waits(group: Group, layout: str, spec: str) -> tuple[list[str], list[tuple[i
     return told, pairs.found
 
 
-def waited_for_a_late_device(group: Group, layout: str) -> tuple[float, float]:
+def waited_for_a_late_device(group: RankGroup, layout: str) -> tuple[float, float]:
     """Seconds of a step as the trainer says them, that all ranks are told: the longest wait, without and with one
     device that begins about half a second late."""
     trainer = trainer_on(group, "sft", layout=layout, dtype="bfloat16")
@@ -128,7 +128,9 @@ def waited_for_a_late_device(group: Group, layout: str) -> tuple[float, float]:
     return found[0], found[1]
 
 
-def held_between_chunks(group: Group, *, tokens_per_chunk: int, **settings: Any) -> tuple[list[int], dict[str, float]]:
+def held_between_chunks(
+    group: RankGroup, *, tokens_per_chunk: int, **settings: Any
+) -> tuple[list[int], dict[str, float]]:
     """Bytes of gradients that wait on this rank to be summed, as each chunk of an update begins; what was sent."""
     trainer = trainer_on(group, "sft", tokens_per_chunk=tokens_per_chunk, **settings)
     learner, held = trainer._models.actor, []

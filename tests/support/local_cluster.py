@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any, Literal
 
 from gyre.cluster.worker.rpc import STARTS, arrive
-from gyre.cluster.worker.server import Host, OnEvent, settle_reply
+from gyre.cluster.worker.server import OnEvent, WorkerServer, settle_reply
 from gyre.core.contracts import WorkerHandle
 from gyre.core.errors import WorkerLost
 from gyre.core.records import RoleSpec
@@ -27,7 +27,7 @@ class LocalHandle:
     def __init__(self, spec: RoleSpec, on_event: OnEvent) -> None:
         self.name = spec.name
         self.place = f"this process, pid {os.getpid()}, thread {spec.name}"
-        self._host, self._on_event = Host(spec), on_event
+        self._host, self._on_event = WorkerServer(spec), on_event
         self._loop = asyncio.new_event_loop()
         self._waiting: set[Future[Any]] = set()
         self._lock = threading.Lock()  # over `gone` and `_waiting`: any thread may call, and kill

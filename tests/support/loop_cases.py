@@ -24,7 +24,7 @@ from gyre.loop.collect import Window
 from gyre.loop.config import EvalConfig, RolloutConfig
 from gyre.loop.controller import Ring, RingConfig
 from gyre.loop.ports import Observers, Parts, StageSpec
-from gyre.loop.resume import Progress, from_snapshot
+from gyre.loop.resume import StageProgress, from_snapshot
 from gyre.loop.stopping import StopRequest
 from gyre.objectives.config import AnyObjective, GrpoConfig
 from gyre.observability.events import EventLog, next_attempt, read_events
@@ -240,11 +240,11 @@ class Bench:
             compute=self.compute,
         )
 
-    async def go(self, progress: Progress | None = None) -> Progress:
+    async def go(self, progress: StageProgress | None = None) -> StageProgress:
         await self.engine.start(dummy=False)
-        return await self.ring.run(progress or Progress(stage="main"))
+        return await self.ring.run(progress or StageProgress(stage="main"))
 
-    async def resume(self, kept: tuple[str, dict[str, bytes], Mapping[str, Any]]) -> Progress:
+    async def resume(self, kept: tuple[str, dict[str, bytes], Mapping[str, Any]]) -> StageProgress:
         """Go on from a snapshot of another bench."""
         state, blobs, own = kept
         loop_state = json.loads(state)
@@ -280,7 +280,7 @@ class Bench:
         self.compute.shutdown()
 
 
-def turn(bench: Bench, **more: Any) -> Progress:
+def turn(bench: Bench, **more: Any) -> StageProgress:
     """Run a bench to its end and close it, whatever happens."""
     try:
         return run(bench.resume(more["kept"]) if "kept" in more else bench.go())

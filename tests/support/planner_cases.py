@@ -20,7 +20,7 @@ from gyre.models.decoder import Decoder
 from gyre.models.init import init_weights
 from gyre.models.spec import ModelSpec, spec_from_shape
 from gyre.planner.memory_model.components import predict_components
-from gyre.planner.memory_model.peaks import Job
+from gyre.planner.memory_model.peaks import TrainingJob
 from gyre.planner.model_zoo import find_shape, model_numbers
 from gyre.planner.plan import Dtype, PlanInputs
 
@@ -44,7 +44,7 @@ def make_spec(vocab_size: int = 512, **changes: Any) -> ModelSpec:
     return spec_from_shape(ShapeConfig(**{**shape, **changes}), vocab_size=vocab_size, bos_id=None, eos_ids=(1,))
 
 
-def make_job(shape: str = "qwen3-8b", *, longest: int = 8192, update: int = 524_288, **changes: Any) -> Job:
+def make_job(shape: str = "qwen3-8b", *, longest: int = 8192, update: int = 524_288, **changes: Any) -> TrainingJob:
     base: dict[str, Any] = {
         "model": model_numbers(find_shape(shape)),
         "dtype": "bfloat16",
@@ -54,7 +54,7 @@ def make_job(shape: str = "qwen3-8b", *, longest: int = 8192, update: int = 524_
         "tokens_per_update": update,
         "most_tokens_per_update": update,
     }
-    return Job(**{**base, **changes})
+    return TrainingJob(**{**base, **changes})
 
 
 class Storages(TorchDispatchMode):

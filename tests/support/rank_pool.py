@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from gyre.distributed.init import Seat, child_environment, hold_store, join, leave
+from gyre.distributed.init import RankSpec, child_environment, hold_store, join, leave
 
 START_S = 120.0
 CALL_S = 180.0
@@ -90,7 +90,7 @@ class RankPool:
 def _serve(end: Connection, rank: int, size: int, port: int, backend: str, device: str, timeout_s: float) -> None:
     os.environ.update(child_environment())
     torch.set_num_threads(1)
-    seat = Seat(
+    seat = RankSpec(
         rank=rank,
         world_size=size,
         store_host="127.0.0.1",

@@ -14,7 +14,7 @@ import torch
 
 from gyre.core.errors import GyreError
 from gyre.distributed import failure_detector
-from gyre.distributed.process_group import Group, alone
+from gyre.distributed.process_group import RankGroup, alone
 from gyre.trainer.checkpoint import saver as saver_module
 from gyre.trainer.checkpoint import shard_file
 from gyre.trainer.checkpoint.saver import Saver
@@ -28,7 +28,7 @@ Events = list[tuple[str, dict[str, Any]]]
 
 
 def saver_on(
-    group: Group | None,
+    group: RankGroup | None,
     folder: Path,
     *,
     background: bool = False,
@@ -55,7 +55,7 @@ def parts_of(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     return {"tensors": {part.key: part for part in parts}, "state": {"version": 7}}
 
 
-def thirds(group: Group, value: float) -> dict[str, Any]:
+def thirds(group: RankGroup, value: float) -> dict[str, Any]:
     """A tensor of which each rank has a run, as long as its number + 1 in units."""
     sizes = [1000 * (rank + 1) for rank in range(group.size)]
     start = sum(sizes[: group.rank])
@@ -63,7 +63,7 @@ def thirds(group: Group, value: float) -> dict[str, Any]:
     return {"tensors": {own.key: own}, "state": {}}
 
 
-def save_trained(group: Group | None, folder: str, kind: str, *, steps: range, **settings: Any) -> dict[str, Any]:
+def save_trained(group: RankGroup | None, folder: str, kind: str, *, steps: range, **settings: Any) -> dict[str, Any]:
     """Train some steps and save; the whole state, on rank 0, as it was saved."""
     trainer = trainer_on(group, kind, **settings)
     for step in steps:
@@ -72,7 +72,7 @@ def save_trained(group: Group | None, folder: str, kind: str, *, steps: range, *
 
 
 def load_and_save(
-    group: Group | None,
+    group: RankGroup | None,
     source: str,
     target: str,
     kind: str,
@@ -90,7 +90,7 @@ def load_and_save(
     return _save(group, Path(target), trainer, found.step + len(steps))
 
 
-def _save(group: Group | None, folder: Path, trainer: NativeTrainer, step: int) -> dict[str, Any]:
+def _save(group: RankGroup | None, folder: Path, trainer: NativeTrainer, step: int) -> dict[str, Any]:
     made, _, _ = saver_on(group, folder, background=True)
     made.save(step, parts=trainer.live_snapshot, state={"step": step}, blobs={"b": b"12"})
     made.finish()
@@ -107,7 +107,7 @@ def written_by(folder: Path) -> dict[str, int]:
     return found
 
 
-def fail_on(group: Group, folder: str, how: str, *, victim: int, background: bool) -> dict[str, Any]:
+def fail_on(group: RankGroup, folder: str, how: str, *, victim: int, background: bool) -> dict[str, Any]:
     """A good save, then one that fails on one rank, then a good one. Returns what each rank was told, and when."""
     made, store, _ = saver_on(group, Path(folder), background=background)
     made.save(1, parts=lambda _: thirds(group, 1.0), state={}, blobs={})
@@ -129,7 +129,7 @@ def fail_on(group: Group, folder: str, how: str, *, victim: int, background: boo
     return {"told": told, "hint": hint, "seconds": seconds, "steps": steps, "left": left, "after": store.steps()}
 
 
-def _breaking(group: Group, how: str, victim: int) -> dict[str, Any]:
+def _breaking(group: RankGroup, how: str, victim: int) -> dict[str, Any]:
     if how == "copy" and group.rank == victim:
         raise OSError("a file that state is mapped from is gone")
     return thirds(group, 2.0)
@@ -162,7 +162,7 @@ def _raise(*_: object) -> None:
     raise ValueError("a fault of our own")
 
 
-def die_in_a_save(group: Group, folder: str, *, victim: int, background: bool) -> str:
+def die_in_a_save(group: RankGroup, folder: str, *, victim: int, background: bool) -> str:
     """A rank is killed while it writes its file; what the others are told by the save, or by the step after it."""
     failure_detector.LIFE_S = 6.0  # a wait for notes ends no sooner than the dead rank's signs of life
     made, _, _ = saver_on(group, Path(folder), background=background)
@@ -186,11 +186,11 @@ def die_in_a_save(group: Group, folder: str, *, victim: int, background: bool) -
     return ""
 
 
-def shares_of_faults(group: Group, path: str) -> list[str]:
+def shares_of_faults(group: RankGroup, path: str) -> list[str]:
     return [str(fault) for fault in find_faults(Path(path), share=group.rank, num_shares=group.size)]
 
 
-def bytes_read_to_restore(group: Group | None, path: str, kind: str, **settings: Any) -> int:
+def bytes_read_to_restore(group: RankGroup | None, path: str, kind: str, **settings: Any) -> int:
     """From the shard files, while the trainer's tensors are filled."""
     trainer, total = trainer_on(group, kind, **settings), [0]
     honest = shard_file.zlib.crc32
@@ -214,7 +214,7 @@ def bytes_read_to_restore(group: Group | None, path: str, kind: str, **settings:
     return total[0]
 
 
-def wait_for_a_slow_copy(group: Group, folder: str, *, victim: int, what: str) -> str:
+def wait_for_a_slow_copy(group: RankGroup, folder: str, *, victim: int, what: str) -> str:
     """A step behind a save whose copy does not end on one rank (-1: takes 8 s on all), or a save whose memory does not
     come there."""
     made, _, _ = saver_on(group, Path(folder), background=True, deadline_s=9.0 if what == "memory" else 60.0)
@@ -236,7 +236,7 @@ def wait_for_a_slow_copy(group: Group, folder: str, *, victim: int, what: str) -
     return ""
 
 
-def save_behind_a_stuck_disk(group: Group, folder: str, *, victim: int, pause_s: float, deadline_s: float) -> str:
+def save_behind_a_stuck_disk(group: RankGroup, folder: str, *, victim: int, pause_s: float, deadline_s: float) -> str:
     """A save, `pause_s` after one whose file one rank cannot get written."""
     saver_module.LAST_WORDS_S = 0.5
     made, _, _ = saver_on(group, Path(folder), background=True, deadline_s=deadline_s)

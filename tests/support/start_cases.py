@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from gyre.distributed.process_group import Group, alone
+from gyre.distributed.process_group import RankGroup, alone
 from gyre.models.decoder import Decoder
 from gyre.models.hub.checkpoint import Checkpoint
 from gyre.models.init import FreshWeights
@@ -48,7 +48,7 @@ def blank(spec: ModelSpec, dtype: str) -> Decoder:
 
 
 def started(
-    group: Group | None,
+    group: RankGroup | None,
     kind: str,
     *,
     layout: str = "zero0",
@@ -75,7 +75,7 @@ def started(
 
 
 def from_folder(
-    group: Group | None, kind: str, folder: Path, **settings: Any
+    group: RankGroup | None, kind: str, folder: Path, **settings: Any
 ) -> tuple[dict[str, np.ndarray], dict[str, int], dict[str, int], np.ndarray]:
     """What a snapshot holds after a start from a hub folder (and a reward model from it), the numbers that this rank
     read of each tensor, those that it holds of the actor, and what the reward model says of a batch."""
@@ -93,7 +93,7 @@ def from_folder(
     return whole(trainer), counted.read_numbers, held, scores
 
 
-def from_seed(group: Group | None, kind: str, *, spec: str, **settings: Any) -> dict[str, np.ndarray]:
+def from_seed(group: RankGroup | None, kind: str, *, spec: str, **settings: Any) -> dict[str, np.ndarray]:
     """What a snapshot holds after a start from drawn numbers, and a step."""
     trainer = started(group, kind, weights=FreshWeights(SPECS[spec], 5), spec=SPECS[spec], **settings)
     before = whole(trainer)
@@ -101,7 +101,7 @@ def from_seed(group: Group | None, kind: str, *, spec: str, **settings: Any) -> 
     return before
 
 
-def peak_bytes(group: Group, spec: ModelSpec, **settings: Any) -> tuple[int, int]:
+def peak_bytes(group: RankGroup, spec: ModelSpec, **settings: Any) -> tuple[int, int]:
     """Most bytes of tensors that exist while a trainer starts, and those of its components."""
     tracker = MemTracker()
     with tracker:
@@ -110,7 +110,7 @@ def peak_bytes(group: Group, spec: ModelSpec, **settings: Any) -> tuple[int, int
     return peak, sum(component.size_bytes for component in trainer.components())
 
 
-def resumed(group: Group | None, state: dict[str, Any], kind: str, *, spec: str, **settings: Any) -> Any:
+def resumed(group: RankGroup | None, state: dict[str, Any], kind: str, *, spec: str, **settings: Any) -> Any:
     """What a blank trainer holds once it is restored, and whether it took part in anything before, or after a restore
     that failed."""
     parked = {"actor.grads": "none", "actor.params": "host", "actor.optimizer": "host", "reference": "host"}

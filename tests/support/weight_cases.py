@@ -7,14 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from gyre.distributed.process_group import Group
+from gyre.distributed.process_group import RankGroup
 from zero_cases import batch_for, evaluate, train, trainer_on, whole
 
 ALL = ("actor", "critic", "reference", "reward")
 SMALL = {"offload_optimizer": "host", "offload_cut_bytes": 8192, "offload_deadline_s": 60.0}
 
 
-def equal_weights_away(group: Group | None, kind: str, *, models: Sequence[str] = ALL, **settings: Any) -> list[str]:
+def equal_weights_away(
+    group: RankGroup | None, kind: str, *, models: Sequence[str] = ALL, **settings: Any
+) -> list[str]:
     """What differs, in any bit, of metrics, a snapshot or an evaluation, when the weights are in host memory."""
     settings = {"sequences_per_update": 6, "weight_decay": 0.1, "grad_clip": 0.5, "spec": "odd", **settings}
     there = {**SMALL, **settings, "offload_parameters": tuple(models)}
@@ -32,7 +34,7 @@ def equal_weights_away(group: Group | None, kind: str, *, models: Sequence[str] 
     return wrong
 
 
-def gathered_by_parts(group: Group, **settings: Any) -> list[str]:
+def gathered_by_parts(group: RankGroup, **settings: Any) -> list[str]:
     """Tensors that differ when new weights in host memory go through the device a part at a time, as beside a GPU."""
     found = []
     for by_parts in (False, True):
@@ -46,7 +48,7 @@ def gathered_by_parts(group: Group, **settings: Any) -> list[str]:
     return [name for name, tensor in found[0].items() if not np.array_equal(tensor, found[1][name])]
 
 
-def refused(group: Group, **settings: Any) -> str:
+def refused(group: RankGroup, **settings: Any) -> str:
     """What the trainer says."""
     try:
         trainer_on(group, "grpo", **SMALL, **settings)

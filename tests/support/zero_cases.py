@@ -22,7 +22,7 @@ from gyre.core.errors import ConfigError
 from gyre.core.records import StepReport, TrainBatch, Which
 from gyre.distributed.config import ParallelConfig
 from gyre.distributed.devices import DeviceRecord, refuse_mixture
-from gyre.distributed.process_group import Group, alone
+from gyre.distributed.process_group import RankGroup, alone
 from gyre.models.decoder import Decoder
 from gyre.models.hub import tensors as hub_tensors
 from gyre.models.hub.export import export_runs
@@ -75,7 +75,7 @@ def scored_model(device: torch.device, dtype: torch.dtype, *, spec: str, seed: i
 
 
 def trainer_on(
-    group: Group | None,
+    group: RankGroup | None,
     kind: str,
     *,
     layout: str = "zero0",
@@ -112,7 +112,7 @@ def whole(trainer: NativeTrainer) -> dict[str, np.ndarray]:
     return {name: tensor.float().numpy() for name, tensor in whole_tensors(parts.values()).items()}
 
 
-def gathered_parts(group: Group, own: dict[str, Any]) -> dict[str, Any]:
+def gathered_parts(group: RankGroup, own: dict[str, Any]) -> dict[str, Any]:
     """The parts of all ranks, on rank 0; {} on the others."""
     if group.size == 1:
         return dict(own)
@@ -129,7 +129,7 @@ def taken(trainer: NativeTrainer) -> dict[str, Any]:
 
 
 def train(
-    group: Group | None, kind: str, *, steps: int = 2, num_sequences: int = 12, **settings: Any
+    group: RankGroup | None, kind: str, *, steps: int = 2, num_sequences: int = 12, **settings: Any
 ) -> tuple[list[StepReport], dict[str, np.ndarray]]:
     """Reports of some steps, and everything that a snapshot holds afterwards."""
     trainer = trainer_on(group, kind, **settings)
@@ -138,7 +138,7 @@ def train(
 
 
 def gradients(
-    group: Group | None, kind: str, *, num_sequences: int = 12, longer_than: int = 0, **settings: Any
+    group: RankGroup | None, kind: str, *, num_sequences: int = 12, longer_than: int = 0, **settings: Any
 ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
     """The summed gradient of one update by parameter (on rank 0), and the norms."""
     trainer = trainer_on(group, kind, **settings)
@@ -164,7 +164,7 @@ def gradients(
 
 
 def evaluate(
-    group: Group | None, kind: str, which: Which, *, num_sequences: int = 9, **settings: Any
+    group: RankGroup | None, kind: str, which: Which, *, num_sequences: int = 9, **settings: Any
 ) -> list[np.ndarray]:
     """What a model says of a batch, before and after a step, which must not have left old weights behind."""
     trainer, found = trainer_on(group, kind, **settings), []
@@ -176,7 +176,7 @@ def evaluate(
     return found
 
 
-def gathered(group: Group | None, *, bucket_bytes: int, **settings: Any) -> tuple[Any, dict[str, np.ndarray]]:
+def gathered(group: RankGroup | None, *, bucket_bytes: int, **settings: Any) -> tuple[Any, dict[str, np.ndarray]]:
     """The version that `register` hands out after a step, written into tensors of an engine's."""
     trainer = trainer_on(group, "grpo", **settings)
     trainer.step_now(batch_for(8, seed=0))
@@ -193,7 +193,7 @@ def gathered(group: Group | None, *, bucket_bytes: int, **settings: Any) -> tupl
 
 
 def resume(
-    group: Group | None, state: dict[str, Any], kind: str, *, steps: range, **settings: Any
+    group: RankGroup | None, state: dict[str, Any], kind: str, *, steps: range, **settings: Any
 ) -> tuple[list[StepReport], dict[str, np.ndarray], dict[str, Any]]:
     """Go on from a snapshot of any number of ranks; with no steps, what is read back is what was written."""
     trainer = trainer_on(group, kind, **settings)
@@ -202,18 +202,18 @@ def resume(
     return reports, whole(trainer), taken(trainer)
 
 
-def resume_first(group: Group | None, kind: str, *, state: dict[str, Any], **settings: Any) -> Any:
+def resume_first(group: RankGroup | None, kind: str, *, state: dict[str, Any], **settings: Any) -> Any:
     return resume(group, state, kind, **settings)
 
 
-def saved(group: Group | None, kind: str, *, steps: int, **settings: Any) -> dict[str, Any]:
+def saved(group: RankGroup | None, kind: str, *, steps: int, **settings: Any) -> dict[str, Any]:
     trainer = trainer_on(group, kind, **settings)
     for step in range(steps):
         trainer.step_now(batch_for(12, seed=step))
     return taken(trainer)
 
 
-def moved(group: Group | None, kind: str, **settings: Any) -> dict[str, np.ndarray]:
+def moved(group: RankGroup | None, kind: str, **settings: Any) -> dict[str, np.ndarray]:
     """Train with every component parked between the steps, and a snapshot taken while they are."""
     trainer = trainer_on(group, kind, **settings)
     names = [one.name for one in trainer.components() if {"device", "host"} <= set(one.tiers)]
@@ -237,7 +237,7 @@ AWAY = {
 }
 
 
-def away(group: Group | None, case: Callable[..., Any], kind: str, how: str, folder: str, **settings: Any) -> Any:
+def away(group: RankGroup | None, case: Callable[..., Any], kind: str, how: str, folder: str, **settings: Any) -> Any:
     """A case with state away from the device, in cuts that are far smaller than the model."""
     rank = group.rank if group is not None else 0
     return case(
@@ -251,7 +251,7 @@ def away(group: Group | None, case: Callable[..., Any], kind: str, how: str, fol
     )
 
 
-def equal_away(group: Group | None, kind: str, hows: Sequence[str], folder: str, **settings: Any) -> list[str]:
+def equal_away(group: RankGroup | None, kind: str, hows: Sequence[str], folder: str, **settings: Any) -> list[str]:
     """What differs, in any bit, of the metrics or of a snapshot, between training with state away and without."""
     settings = {"sequences_per_update": 6, "weight_decay": 0.1, "grad_clip": 0.5, **settings}
     reports, state = train(group, kind, **settings)
@@ -267,7 +267,7 @@ def equal_away(group: Group | None, kind: str, hows: Sequence[str], folder: str,
 
 
 def coded_updates(
-    group: Group | None, *, layout: str = "zero0", dtype: str, how: str | None = None, folder: str = ""
+    group: RankGroup | None, *, layout: str = "zero0", dtype: str, how: str | None = None, folder: str = ""
 ) -> tuple[dict[str, np.ndarray], list[str]]:
     """What a snapshot holds after updates with 8-bit moments from gradients that are the same in every layout, and which
     moments this rank has."""
@@ -295,7 +295,7 @@ def coded_updates(
     return found, sorted(optimizer.moments)
 
 
-def sums_by_parts(group: Group, *, layout: str) -> float:
+def sums_by_parts(group: RankGroup, *, layout: str) -> float:
     """How far sums over ranks are from those on the device, as a part of the largest, when gradients in host memory go
     through it a part at a time."""
     found = []
@@ -311,11 +311,11 @@ def sums_by_parts(group: Group, *, layout: str) -> float:
     return float((found[0] - found[1]).abs().max() / found[0].abs().max())
 
 
-def held_bytes(group: Group | None, kind: str, **settings: Any) -> dict[str, int]:
+def held_bytes(group: RankGroup | None, kind: str, **settings: Any) -> dict[str, int]:
     return {component.name: component.size_bytes for component in trainer_on(group, kind, **settings).components()}
 
 
-def broken_step(group: Group, how: str, *, victim: int, layout: str) -> tuple[float, str]:
+def broken_step(group: RankGroup, how: str, *, victim: int, layout: str) -> tuple[float, str]:
     """A step in which one rank fails; returns after how many seconds this rank knew, and what it was told."""
     trainer = trainer_on(group, "grpo", layout=layout)
     trainer.step_now(batch_for(8, seed=0))
@@ -342,11 +342,11 @@ def raiser() -> None:
     raise ValueError("a fault of its own")
 
 
-def steps_again(group: Group) -> int:
+def steps_again(group: RankGroup) -> int:
     return trainer_on(group, "sft", layout="zero3").step_now(batch_for(8, seed=0)).num_updates
 
 
-def with_a_bad_number(group: Group | None, kind: str, **settings: Any) -> tuple[list[Any], list[str], bool]:
+def with_a_bad_number(group: RankGroup | None, kind: str, **settings: Any) -> tuple[list[Any], list[str], bool]:
     """A step whose gradient is not finite where one sequence lies, then a step of fewer sequences than ranks: updates
     of both, what was told, and whether the first left the weights alone."""
     events: list = []
@@ -360,7 +360,7 @@ def with_a_bad_number(group: Group | None, kind: str, **settings: Any) -> tuple[
     return updates, [name for name, _ in events if name not in OF_THE_MACHINE], same
 
 
-def overflowed(group: Group | None, **settings: Any) -> tuple[list[Any], dict[str, np.ndarray]]:
+def overflowed(group: RankGroup | None, **settings: Any) -> tuple[list[Any], dict[str, np.ndarray]]:
     """Steps in float16, the second with an advantage whose gradient is beyond its range; what a snapshot holds."""
     trainer, reports = trainer_on(group, "grpo", dtype="float16", **settings), []
     for step in range(3):
@@ -405,7 +405,7 @@ class LiveBytes(TorchDispatchMode):
             del self._holders[key], self._sizes[key]
 
 
-def exported(group: Group, folder: str, *, layout: str) -> dict[str, Any]:
+def exported(group: RankGroup, folder: str, *, layout: str) -> dict[str, Any]:
     """Train a step with the weights in shards, export them; the bytes that this took beside them, on this rank."""
     hub_tensors.BLOCK_BYTES = 1 << 14
     decoder = Decoder(BIG, device=group.device, dtype=torch.float32)
@@ -435,7 +435,7 @@ def exported(group: Group, folder: str, *, layout: str) -> dict[str, Any]:
     return {"tensors": tensors, "tensor_bytes": live.peak_bytes, "python_bytes": python_bytes}
 
 
-def measures(group: Group | None, kind: str, *, folder: str = "", **settings: Any) -> dict[str, Any]:
+def measures(group: RankGroup | None, kind: str, *, folder: str = "", **settings: Any) -> dict[str, Any]:
     """What this rank counted in a step of 12 sequences, what all were told, and what was traced where."""
     if folder:
         settings |= {"trace_folder": Path(folder) / "traces", "trace_steps": (1,)}
@@ -447,7 +447,7 @@ def measures(group: Group | None, kind: str, *, folder: str = "", **settings: An
     return {**counted, "measured": dict(report.measured), "events": events}
 
 
-def alive_bytes(group: Group | None, kind: str, **settings: Any) -> tuple[dict[str, int], int]:
+def alive_bytes(group: RankGroup | None, kind: str, **settings: Any) -> tuple[dict[str, int], int]:
     """Bytes of a trainer between two steps: by component, and of all tensors alive that were not before."""
     gc.collect()
     before = storages_alive()  # held, so that no new storage takes the place of one of these
@@ -473,7 +473,7 @@ def storages_alive() -> dict[int, torch.Tensor]:
     return {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
 
 
-def refused_mixture(group: Group, names: list[str]) -> str:
+def refused_mixture(group: RankGroup, names: list[str]) -> str:
     """What ranks say whose devices have these names."""
     record = DeviceRecord(
         host=f"node-{group.rank // 2}", name=names[group.rank], capability="9.0", memory_bytes=1 << 30
@@ -485,7 +485,7 @@ def refused_mixture(group: Group, names: list[str]) -> str:
     return ""
 
 
-def warmed(group: Group) -> float:
+def warmed(group: RankGroup) -> float:
     """The sum of all ranks' numbers after a warm-up, which must leave the ranks in step."""
     group.warm_up(largest=1000)
     x_N = torch.full((3,), float(group.rank + 1), device=group.device)
@@ -493,6 +493,6 @@ def warmed(group: Group) -> float:
     return float(x_N[0])
 
 
-def shared(group: Group, sizes: list[int]) -> list[Any]:
+def shared(group: RankGroup, sizes: list[int]) -> list[Any]:
     """What ranks share when one has so much to say and the others little."""
     return [group.share({"text": "é" * (size if group.rank == 1 else 1), "rank": group.rank}) for size in sizes]

@@ -25,11 +25,11 @@ def run_plan(config: Path | None, overrides: list[str], *, options: Mapping[str,
         refuse_missing_names(settings)  # before torch is loaded
     with loading():
         from gyre.launch.commands import plan, plan_for_gpus
-        from gyre.launch.plan_command import Request
+        from gyre.launch.plan_command import PlanRequest
 
     columns = max(FOLDED, shutil.get_terminal_size((UNFOLDED, 24)).columns)
     if options:
-        result = plan_for_gpus(settings, Request(**{"gpus": 1, "columns": columns, **options}))
+        result = plan_for_gpus(settings, PlanRequest(**{"gpus": 1, "columns": columns, **options}))
     else:
         assert settings is not None
         result = plan(settings, columns=columns)

@@ -20,7 +20,7 @@ import psutil
 
 from gyre.cluster.config import ClusterConfig
 from gyre.cluster.worker.rpc import STARTS, arrive
-from gyre.cluster.worker.server import Host, OnEvent, Reply, WorkerFault, settle_reply
+from gyre.cluster.worker.server import OnEvent, Reply, WorkerFault, WorkerServer, settle_reply
 from gyre.core.contracts import WorkerHandle
 from gyre.core.errors import ConfigError, WorkerLate, WorkerLost
 from gyre.core.records import RoleSpec
@@ -41,7 +41,7 @@ class Actor:
     """What runs in the worker's process. Calls start in the order in which they were given numbers."""
 
     def __init__(self, spec: RoleSpec) -> None:
-        self._host = Host(spec)
+        self._host = WorkerServer(spec)
         self._next = 0
         self._turns: dict[int, asyncio.Event] = {}
 

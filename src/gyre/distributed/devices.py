@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from gyre.core.errors import ConfigError
-from gyre.distributed.process_group import Group
+from gyre.distributed.process_group import RankGroup
 
 SAME_MEMORY_SHARE = 0.02  # by which GPUs of one type may differ: firmware and error correction reserve a little
 
@@ -61,7 +61,7 @@ def find_mixture(records: Sequence[DeviceRecord]) -> str:
     return "; ".join(_words(kind, members, records) for kind, members in kinds)
 
 
-def refuse_mixture(group: Group, record: DeviceRecord) -> None:
+def refuse_mixture(group: RankGroup, record: DeviceRecord) -> None:
     """ConfigError on every rank unless all have the same kind of device. Collective."""
     told: list[Mapping] = group.share(dataclasses.asdict(record))
     mixture = find_mixture([DeviceRecord(**one) for one in told])

@@ -25,7 +25,7 @@ BEAT_S = 1.0  # between two signs of life
 LIFE_S = 15.0  # without one a rank is dead; no call may hold Python's lock for longer
 
 
-class FaultBoard:
+class FailureDetector:
     """One rank's view. `store` is a connection of its own: nothing else waits on it."""
 
     def __init__(self, store: Store, *, rank: int, size: int, grace_s: float, abort: Callable[[], None]) -> None:

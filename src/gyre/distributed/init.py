@@ -19,15 +19,15 @@ from torch.distributed import PrefixStore, TCPStore
 
 from gyre.core.errors import ConfigError, RankError
 from gyre.distributed.devices import read_device, refuse_mixture
-from gyre.distributed.failure_detector import FaultBoard
-from gyre.distributed.kv_store import StoreNotes
-from gyre.distributed.process_group import Group
+from gyre.distributed.failure_detector import FailureDetector
+from gyre.distributed.kv_store import SharedKVStore
+from gyre.distributed.process_group import RankGroup
 
 GRACE_S = 5.0  # how long lost ranks look for one that has a cause to tell
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
+class RankSpec:
     """Which rank this process is, and of what."""
 
     rank: int
@@ -73,7 +73,7 @@ def hold_store(host: str = "127.0.0.1", *, timeout_s: float = 60.0) -> TCPStore:
     )
 
 
-def join(seat: Seat) -> Group:
+def join(seat: RankSpec) -> RankGroup:
     """Become a rank; returns when all ranks have. RankError when they have not by the deadline, ConfigError when they
     have different kinds of devices."""
     timeout = timedelta(seconds=seat.timeout_s)
@@ -91,17 +91,17 @@ def join(seat: Seat) -> Group:
         group = dist.group.WORLD
         assert group is not None
         board_store = PrefixStore(f"gyre/{seat.round_id}/faults", _connect(seat))
-        board = FaultBoard(
+        board = FailureDetector(
             board_store, rank=seat.rank, size=seat.world_size, grace_s=GRACE_S, abort=lambda: _abort(seat.device)
         )
-        world = Group(
+        world = RankGroup(
             name="world",
             rank=seat.rank,
             size=seat.world_size,
             device=seat.device,
             process_group=group,
             board=board,
-            notes=StoreNotes(PrefixStore(f"gyre/{seat.round_id}/notes", _connect(seat))),
+            notes=SharedKVStore(PrefixStore(f"gyre/{seat.round_id}/notes", _connect(seat))),
             timeout_s=seat.timeout_s,
         )
         world.barrier()
@@ -118,7 +118,7 @@ def join(seat: Seat) -> Group:
     return world
 
 
-def leave(group: Group) -> None:
+def leave(group: RankGroup) -> None:
     """Cease to be a rank. Needs no other rank to be alive."""
     group.close()
     if dist.is_initialized():
@@ -127,7 +127,7 @@ def leave(group: Group) -> None:
         dist.destroy_process_group()
 
 
-def _connect(seat: Seat) -> TCPStore:
+def _connect(seat: RankSpec) -> TCPStore:
     return TCPStore(
         seat.store_host, seat.store_port, is_master=False, timeout=timedelta(seconds=seat.timeout_s), use_libuv=True
     )

@@ -13,7 +13,7 @@ from torch.distributed import Store
 from gyre.core.errors import RankError
 
 
-class Notes(Protocol):
+class KVStore(Protocol):
     def put(self, key: str, text: str) -> None: ...
 
     def get(self, key: str) -> str | None: ...
@@ -23,7 +23,7 @@ class Notes(Protocol):
         ...
 
 
-class StoreNotes:
+class SharedKVStore:
     """Over a store connection of its own."""
 
     def __init__(self, store: Store) -> None:
@@ -52,7 +52,7 @@ class StoreNotes:
             raise _lost(error) from error
 
 
-class OwnNotes:
+class LocalKVStore:
     """Of a process that works by itself."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from gyre.core.errors import ConfigError
 from gyre.distributed.config import ParallelConfig, SumGradients, Zero
-from gyre.distributed.process_group import Group
+from gyre.distributed.process_group import RankGroup
 
 AXES = ("replica", "shard")
 
@@ -23,14 +23,14 @@ AXES = ("replica", "shard")
 class Mesh:
     """`replica`: ranks that hold the same part of the state; `shard`: ranks that hold one copy together."""
 
-    world: Group
-    replica: Group
-    shard: Group
+    world: RankGroup
+    replica: RankGroup
+    shard: RankGroup
     torch_mesh: DeviceMesh | None  # 2-D; None for one process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
+class ModelSharding:
     """How one model lies over a mesh."""
 
     mesh: Mesh
@@ -55,16 +55,16 @@ class Split:
 class Splitter:
     """Makes the splits of a trainer's models; models that are cut alike share a mesh. Collective."""
 
-    def __init__(self, world: Group, config: ParallelConfig) -> None:
+    def __init__(self, world: RankGroup, config: ParallelConfig) -> None:
         self._world, self._config = world, config
         self._meshes: dict[int, Mesh] = {}
 
-    def split(self, model: Literal["actor", "critic", "reference", "reward"]) -> Split:
+    def split(self, model: Literal["actor", "critic", "reference", "reward"]) -> ModelSharding:
         zero, shard_ranks = self._config.of(model)
         size = shard_size(self._world.size, shard_ranks) if zero else 1
         if size not in self._meshes:
             self._meshes[size] = make_mesh(self._world, size)
-        return Split(mesh=self._meshes[size], zero=zero, sum_gradients=self._config.sum_gradients)
+        return ModelSharding(mesh=self._meshes[size], zero=zero, sum_gradients=self._config.sum_gradients)
 
 
 def shard_size(world_size: int, shard_ranks: int) -> int:
@@ -79,7 +79,7 @@ def shard_size(world_size: int, shard_ranks: int) -> int:
     return size
 
 
-def make_mesh(world: Group, shard_ranks: int) -> Mesh:
+def make_mesh(world: RankGroup, shard_ranks: int) -> Mesh:
     """Every rank calls this, in the same order as other collectives."""
     size = shard_size(world.size, shard_ranks)
     if world.size == 1:

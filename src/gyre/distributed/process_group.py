@@ -25,8 +25,8 @@ from torch import Tensor
 
 from gyre.core.errors import RankError
 from gyre.distributed.comm_stats import Kind, Traffic
-from gyre.distributed.failure_detector import FaultBoard
-from gyre.distributed.kv_store import Notes, OwnNotes
+from gyre.distributed.failure_detector import FailureDetector
+from gyre.distributed.kv_store import KVStore, LocalKVStore
 
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 FRAME_BYTES, HEAD_BYTES = 2048, 4  # of `share`: what fits into a frame is shared by one collective; text's length first
@@ -37,7 +37,7 @@ Found = TypeVar("Found")
 LOST = ("gloo", "NCCL", "nccl", "ProcessGroup", "onnection", "imed out", "imeout", "abort")
 
 
-class Group:
+class RankGroup:
     """`rank` of `size`. Every rank calls the same methods in the same order, with tensors of the same size."""
 
     def __init__(
@@ -48,14 +48,14 @@ class Group:
         size: int,
         device: torch.device,
         process_group: dist.ProcessGroup | None = None,
-        board: FaultBoard | None = None,
-        notes: Notes | None = None,
+        board: FailureDetector | None = None,
+        notes: KVStore | None = None,
         traffic: Traffic | None = None,
         timeout_s: float = math.inf,
     ) -> None:
         """`timeout_s`: longest that a rank waits for the others in one collective."""
         self.name, self.rank, self.size, self.device, self.timeout_s = name, rank, size, device, timeout_s
-        self.notes: Notes = notes or OwnNotes()
+        self.notes: KVStore = notes or LocalKVStore()
         self._group, self._board = process_group, board
         self.traffic = traffic or Traffic()  # of all groups of this rank
 
@@ -64,9 +64,9 @@ class Group:
         assert self._group is not None, "one process alone has no process group"
         return self._group
 
-    def part(self, name: str, process_group: dist.ProcessGroup) -> Group:
+    def part(self, name: str, process_group: dist.ProcessGroup) -> RankGroup:
         """Some of these ranks as a group of their own, under the same fault board and with the same notes."""
-        return Group(
+        return RankGroup(
             name=name,
             rank=process_group.rank(),
             size=process_group.size(),
@@ -276,6 +276,6 @@ def _is_lost(error: BaseException) -> bool:
     return type(error) is RuntimeError and any(word in str(error) for word in LOST)
 
 
-def alone(device: torch.device | None = None) -> Group:
+def alone(device: torch.device | None = None) -> RankGroup:
     """The group of a process that works by itself."""
-    return Group(name="alone", rank=0, size=1, device=device or torch.device("cpu"))
+    return RankGroup(name="alone", rank=0, size=1, device=device or torch.device("cpu"))

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from gyre.core.config import Section
 from gyre.core.errors import ConfigError
-from gyre.engine.scheduler.swap import Rates
+from gyre.engine.scheduler.swap import SwapRates
 
 PAGE_TOKENS = {"cpu": 16, "cuda": 64}  # on a GPU a page is a tile of the attention kernels
 
@@ -118,10 +118,10 @@ def plan_engine(config: EngineConfig, *, device_type: str) -> EngineConfig:
     )
 
 
-def plan_rates(config: EngineConfig, *, page_bytes: int, flops_per_token: int, device_type: str) -> Rates:
+def plan_rates(config: EngineConfig, *, page_bytes: int, flops_per_token: int, device_type: str) -> SwapRates:
     """Return what the choice between swapping and computing again goes by."""
     on_gpu = device_type == "cuda"
-    return Rates(
+    return SwapRates(
         page_bytes=page_bytes,
         swap_bytes_per_s=config.swap_bytes_per_s or (5e10 if on_gpu else 5e9),
         prefill_tokens_per_s=config.prefill_tokens_per_s or (4e14 if on_gpu else 1e11) / flops_per_token,

@@ -17,16 +17,16 @@ from gyre.core.contracts import CommitPolicy
 from gyre.core.errors import InputError
 from gyre.core.records import Component, EngineStats, Health, Manifest, Partial, Request, Tier, TokenChunk, Usage
 from gyre.engine.config import EngineConfig, plan_engine, plan_rates, scoring_bytes
-from gyre.engine.frontend.admission import Limits, Load, find_overload, find_refusal
-from gyre.engine.frontend.async_frontend import Admitted, CycleBroke, Desk, by_deadline
+from gyre.engine.frontend.admission import Load, RequestLimits, find_overload, find_refusal
+from gyre.engine.frontend.async_frontend import Admitted, AsyncFrontend, CycleBroke, by_deadline
 from gyre.engine.frontend.token_stream import TokenStream
 from gyre.engine.kv_cache.host_pool import HostKv
 from gyre.engine.kv_cache.pool import KvPool
 from gyre.engine.memory import KV, KV_HOST, WEIGHTS, EngineMemory
 from gyre.engine.runners.select import choose_runner
-from gyre.engine.scheduler.core import Cycle, Decodes
+from gyre.engine.scheduler.core import Decodes, EngineCore
 from gyre.engine.scheduler.sequence import WITHDRAWN
-from gyre.engine.scheduler.state import Counters, Roster
+from gyre.engine.scheduler.state import Counters, SchedulerState
 from gyre.engine.weights import EngineWeights
 from gyre.models.decoder import Decoder
 from gyre.observability.refusals import Refusals
@@ -54,8 +54,10 @@ class NativeEngine:
         self._emit, self._clock, self._device, self._dtype = emit, clock, device, dtype
         self._weights = EngineWeights(decoder, shared=shared_weights, version=version, device=device, emit=emit)
         self._memory = EngineMemory(decoder, config, shared_weights=shared_weights, device=device, dtype=dtype)
-        self._desk = Desk(compute=compute, burst=self._burst, blocked=self._why_blocked, emit=emit, clock=clock)
-        self._limits = Limits(
+        self._desk = AsyncFrontend(
+            compute=compute, burst=self._burst, blocked=self._why_blocked, emit=emit, clock=clock
+        )
+        self._limits = RequestLimits(
             vocab_size=decoder.spec.vocab_size,
             context_tokens=decoder.spec.context_tokens,
             cache_tokens=self._memory.num_pages * config.page_tokens,
@@ -67,7 +69,7 @@ class NativeEngine:
             completions=config.max_running + config.max_queued,
             tokens=self._limits.cache_tokens + config.max_queued_tokens,
         )
-        self._cycle: Cycle | None = None  # None while not started
+        self._cycle: EngineCore | None = None  # None while not started
         self._terminating = False
         self._refusals = Refusals(emit)
 
@@ -209,7 +211,7 @@ class NativeEngine:
 
     # -- on the event loop
 
-    async def _interrupt(self, cycle: Cycle) -> Mapping[str, tuple[Partial, ...]]:
+    async def _interrupt(self, cycle: EngineCore) -> Mapping[str, tuple[Partial, ...]]:
         try:
             return await self._desk.between_steps(self._add, cycle.interrupt, held_too=True)
         except CycleBroke:  # then everyone is answered
@@ -246,7 +248,7 @@ class NativeEngine:
             scoring_bytes=scoring_bytes(self._config, vocab_size=self._limits.vocab_size),
         )
 
-    def _make_cycle(self, pool: KvPool, host: HostKv | None) -> Cycle:
+    def _make_cycle(self, pool: KvPool, host: HostKv | None) -> EngineCore:
         config, spec = self._config, self._decoder.spec
         rates = plan_rates(
             config,
@@ -254,7 +256,7 @@ class NativeEngine:
             flops_per_token=spec.flops_per_token(0),
             device_type=self._device.type,
         )
-        roster = Roster(
+        roster = SchedulerState(
             max_running=config.max_running,
             num_pages=self._memory.num_pages,
             page_tokens=config.page_tokens,
@@ -265,7 +267,7 @@ class NativeEngine:
             rates=rates,
             score_bytes=config.prompt_logprob_bytes,
         )
-        return Cycle(
+        return EngineCore(
             roster,
             choose_runner(self._decoder, pool, config, capture=self._memory.provide_capture(), emit=self._emit),
             token_budget=config.token_budget,
@@ -349,7 +351,7 @@ class NativeEngine:
             return f"engine.kv is on tier '{self._memory.tier(KV)}'; move it to the device first"
         return None
 
-    def _need_started(self, what: str) -> Cycle:
+    def _need_started(self, what: str) -> EngineCore:
         if self._cycle is None:
             raise InputError(f"{what} needs a started engine", hint="call start first")
         return self._cycle

@@ -1,8 +1,8 @@
 """Keep: what a backward pass makes again instead of keeping it. In: a way to make tensors again. Out: hooks under which
 autograd keeps a number in place of a tensor.
 
-`Turned` is for q and k of a layer: attention's backward pass wants them, and they follow from the projection, which is
-kept anyway. `Replay` is for a whole layer: its forward pass is run again, once, when the first of its tensors is
+`RecomputeQK` is for q and k of a layer: attention's backward pass wants them, and they follow from the projection, which is
+kept anyway. `RecomputeLayer` is for a whole layer: its forward pass is run again, once, when the first of its tensors is
 wanted. Both make the very bits again: the same kernels over the same numbers.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 
-class Turned:
+class RecomputeQK:
     """q and k of one layer. `make` is set by the op that makes them first."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Turned:
         return self._made.pop(place)
 
 
-class Replay:
+class RecomputeLayer:
     """The tensors that autograd keeps of a pass that runs under `hooks`; `run` is the same pass again."""
 
     def __init__(self, run: Callable[[], Any]) -> None:

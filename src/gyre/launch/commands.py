@@ -21,13 +21,13 @@ from gyre.launch.factories import (
     make_scorer,
     refuse_reward_model,
 )
-from gyre.launch.placement.ray_placement import Fleet
-from gyre.launch.plan_command import Request, plan_shape, plan_stages_for, read_stages
+from gyre.launch.placement.ray_placement import RayWorkers
+from gyre.launch.plan_command import PlanRequest, plan_shape, plan_stages_for, read_stages
 from gyre.launch.run import Run
 from gyre.launch.run_folder.run_folder import make_run_folder, refuse_unusable
 from gyre.launch.signals import StopSignals
 from gyre.launch.stages import check_answers_fit, expected_ranks, load_problems, plan_run, take_held_out
-from gyre.launch.train_args import Order, read_order
+from gyre.launch.train_args import TrainArgs, read_order
 from gyre.loop.evaluate import Outcome
 from gyre.loop.stopping import StopRequest
 from gyre.observability.events import count_events
@@ -52,7 +52,7 @@ def train(
     signals.install()
     fleet, folder = None, order.resume
     try:
-        fleet = Fleet(order.config) if order.config.cluster.kind == "ray" else None
+        fleet = RayWorkers(order.config) if order.config.cluster.kind == "ray" else None
         signals.install()  # Ray has put a handler in place
         if folder is None:
             assert config_path is not None
@@ -75,7 +75,13 @@ def train(
 
 
 def _attempt(
-    order: Order, folder: Path, *, plain: bool, fleet: Fleet | None, signals: StopSignals, ended: RankError | None
+    order: TrainArgs,
+    folder: Path,
+    *,
+    plain: bool,
+    fleet: RayWorkers | None,
+    signals: StopSignals,
+    ended: RankError | None,
 ) -> dict[str, Any]:
     """Run to the end. When a rank fails, again from the newest snapshot, as often as `cluster.max_restarts` says.
     `ended`: what the driver before this one ended with."""
@@ -175,7 +181,7 @@ def plan(config: RunConfig, *, columns: int) -> dict[str, Any]:
     }
 
 
-def plan_for_gpus(config: RunConfig | None, request: Request) -> dict[str, Any]:
+def plan_for_gpus(config: RunConfig | None, request: PlanRequest) -> dict[str, Any]:
     """The layout of each stage on GPUs that need not be here, with the checklists. Starts nothing."""
     if config is None:
         return plan_shape(request)

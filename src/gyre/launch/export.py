@@ -16,14 +16,14 @@ from pathlib import Path
 import torch
 
 from gyre.core.errors import DeadlineError
-from gyre.distributed.process_group import Group
+from gyre.distributed.process_group import RankGroup
 from gyre.launch.factories import Machine, Policy
 from gyre.models.hub.export import export_hub, export_runs
 from gyre.models.hub.load import verify_export
 from gyre.models.hub.verify import verify_runs
 from gyre.models.scalar_head import ScalarHead
 from gyre.models.spec import ModelSpec
-from gyre.weights.gather import Run, ShardSource
+from gyre.weights.gather import ShardSource, TensorRun
 
 
 def export_policy(
@@ -37,7 +37,7 @@ def export_shards(
     spec: ModelSpec,
     head: ScalarHead | None,
     source: ShardSource,
-    group: Group,
+    group: RankGroup,
     folder: Path,
     machine: Machine,
     tokenizer_files: Path,
@@ -69,13 +69,13 @@ class _Passes:
     """All ranks' passes over the shards. Notes stay: a rank of another replica may read one late."""
 
     def __init__(
-        self, source: ShardSource, group: Group, folder: Path, deadline_s: float, progress: Callable[[], None]
+        self, source: ShardSource, group: RankGroup, folder: Path, deadline_s: float, progress: Callable[[], None]
     ) -> None:
         self._source, self._group, self._folder = source, group, folder
         self._deadline_s, self._progress = deadline_s, progress
         self._key = f"export/{group.share(uuid.uuid4().hex)[0]}"  # differs from that of an export before
 
-    def lead(self, what: str) -> Iterator[Run]:
+    def lead(self, what: str) -> Iterator[TensorRun]:
         """On the first rank, from when the first run is asked for."""
         self._group.notes.put(f"{self._key}/{what}", "begun")
         for run in self._source.gather_buckets():

@@ -20,15 +20,15 @@ from gyre.models.spec import ModelSpec
 from gyre.planner.batch_sizes import check_lengths, longest_sequence
 from gyre.planner.gpus import Gpu, find_gpu
 from gyre.planner.memory_model.components import ITEM_BYTES, engine_buffer_bytes, engine_bytes
-from gyre.planner.memory_model.peaks import MIB, Engine, Job
+from gyre.planner.memory_model.peaks import MIB, Engine, TrainingJob
 from gyre.planner.model_zoo import SHAPES, find_shape, model_numbers
 from gyre.planner.plan import Dtype, PlanInputs, Saving, best_dtype
 from gyre.planner.report.checklist import Settings, inference_lines, training_lines
 from gyre.planner.report.describe import as_mapping, describe
 from gyre.planner.report.explain import COLUMNS
 from gyre.planner.report.features import built_features
-from gyre.planner.search.candidates import Cluster, Fixed
-from gyre.planner.search.search import Choice, choose
+from gyre.planner.search.candidates import Fixed, GpuCluster
+from gyre.planner.search.search import SearchResult, choose
 from gyre.runconfig import RunConfig
 from gyre.trainer.config import SnapshotConfig
 
@@ -37,7 +37,7 @@ GRAPH_BYTES = 256 * MIB  # private pools of the engine's graphs; an estimate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class PlanRequest:
     """What the command line says beside the config."""
 
     gpus: int
@@ -50,10 +50,10 @@ class Request:
     shard_ranks: int | None = None
     columns: int = COLUMNS  # of the text
 
-    def cluster(self) -> Cluster:
+    def cluster(self) -> GpuCluster:
         if self.gpus < 1:
             raise ConfigError(f"--gpus {self.gpus}: need at least 1")
-        return Cluster(gpus=self.gpus, gpu=find_gpu(self.gpu), host_bytes=self.host_bytes)
+        return GpuCluster(gpus=self.gpus, gpu=find_gpu(self.gpu), host_bytes=self.host_bytes)
 
 
 def read_stages(config: RunConfig) -> tuple[ModelSpec, list[tuple[Stage, StageData]]]:
@@ -66,7 +66,7 @@ def read_stages(config: RunConfig) -> tuple[ModelSpec, list[tuple[Stage, StageDa
     return spec, [(stage, load_stage_data(config, stage, tokenizer, spec.context_tokens, emit)) for stage in stages]
 
 
-def plan_shape(request: Request) -> dict[str, Any]:
+def plan_shape(request: PlanRequest) -> dict[str, Any]:
     """Supervised training of a published shape on full sequences."""
     if request.shape is None:
         raise ConfigError(
@@ -83,7 +83,7 @@ def plan_shape(request: Request) -> dict[str, Any]:
     stretched = f"{longest} tokens are beyond the published {published}: the model's rotary embedding must be stretched"
     if request.update_tokens < 1:
         raise ConfigError(f"--update-tokens {request.update_tokens}: need at least 1")
-    job = Job(
+    job = TrainingJob(
         model=model_numbers(spec),
         dtype=_dtype(None, cluster.gpu),
         saving=_saving(_dtype(None, cluster.gpu), cluster.gpu),
@@ -99,7 +99,7 @@ def plan_shape(request: Request) -> dict[str, Any]:
 
 
 def plan_stages_for(
-    config: RunConfig, spec: ModelSpec, stages: Sequence[tuple[Stage, StageData]], request: Request
+    config: RunConfig, spec: ModelSpec, stages: Sequence[tuple[Stage, StageData]], request: PlanRequest
 ) -> dict[str, Any]:
     """Each stage of a config."""
     spec = find_shape(request.shape) if request.shape is not None else spec
@@ -117,7 +117,7 @@ def plan_stages_for(
     return _answer(found, spec, request.columns)
 
 
-def fixed_by(config: RunConfig, request: Request) -> Fixed:
+def fixed_by(config: RunConfig, request: PlanRequest) -> Fixed:
     """What the config sets, and over it what the command line says. Keys that are left out are searched."""
     trainer, parallel = config.trainer, config.parallel
     searched = ("tokens_per_chunk", "checkpointing", "offload_optimizer", "offload_gradients")
@@ -134,7 +134,7 @@ def fixed_by(config: RunConfig, request: Request) -> Fixed:
     )
 
 
-def make_job(inputs: PlanInputs, dtype: Dtype, cluster: Cluster) -> Job:
+def make_job(inputs: PlanInputs, dtype: Dtype, cluster: GpuCluster) -> TrainingJob:
     """A stage as the search sees it. Completions are taken to be half as long as they may be."""
     longest = longest_sequence(inputs)
     sequences = inputs.prompts_per_step * inputs.completions_per_prompt
@@ -156,7 +156,7 @@ def make_job(inputs: PlanInputs, dtype: Dtype, cluster: Cluster) -> Job:
                 inputs, dtype=dtype, page_tokens=inputs.page_tokens or PAGE_TOKENS["cuda"], max_running=most
             ),
         )
-    return Job(
+    return TrainingJob(
         model=inputs.model,
         dtype=dtype,
         saving=_saving(dtype, cluster.gpu),
@@ -205,7 +205,7 @@ def _settings(
     engine: EngineConfig,
     snapshot: SnapshotConfig,
     workers: ClusterConfig,
-    cluster: Cluster,
+    cluster: GpuCluster,
     *,
     completions_per_prompt: int,
 ) -> Settings:
@@ -226,7 +226,7 @@ def _settings(
 
 
 def _answer(
-    found: dict[str, tuple[Choice, Settings]], spec: ModelSpec, columns: int, notes: Sequence[str] = ()
+    found: dict[str, tuple[SearchResult, Settings]], spec: ModelSpec, columns: int, notes: Sequence[str] = ()
 ) -> dict[str, Any]:
     texts, stages = [f"note: {note}\n" for note in notes], {}
     for name, (choice, settings) in found.items():

@@ -29,16 +29,16 @@ from gyre.launch.factories import (
 )
 from gyre.launch.goal import accuracy_metric, judge_goal
 from gyre.launch.placement.inline import Inline, Placement, stage_store
-from gyre.launch.placement.ray_placement import Fleet, Spread
+from gyre.launch.placement.ray_placement import RayPlacement, RayWorkers
 from gyre.launch.run_folder.attempts import write_changes
 from gyre.launch.run_folder.run_folder import hold, read_all_overrides, refuse_damaged
 from gyre.launch.signals import StopSignals
-from gyre.launch.stage import Built
+from gyre.launch.stage import StageInputs
 from gyre.launch.stages import Stage, StageData, load_stage_data, plan_run, plan_stages, rate_remarks
-from gyre.launch.train_args import MAIN, Order
+from gyre.launch.train_args import MAIN, TrainArgs
 from gyre.loop.ports import Observers
-from gyre.loop.resume import Progress, from_snapshot
-from gyre.observability.contradictions import Watch
+from gyre.loop.resume import StageProgress, from_snapshot
+from gyre.observability.contradictions import ContradictionWatch
 from gyre.observability.events import EventLog, count_steps, has_row, next_attempt, read_events
 from gyre.observability.hardware import describe_hardware
 from gyre.observability.progress.terminal import make_progress, show_measure
@@ -59,7 +59,7 @@ REWARDS_LOG = "rewards.log"  # what rewards print
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ready:
+class ReadyStage:
     """A stage with everything that could be refused about it behind it."""
 
     stage: Stage
@@ -71,7 +71,7 @@ class Run:
     """One attempt at a run: its folder, log, model and scorer, and the stages that it goes through."""
 
     def __init__(
-        self, order: Order, folder: Path, *, plain: bool, signals: StopSignals, fleet: Fleet | None = None
+        self, order: TrainArgs, folder: Path, *, plain: bool, signals: StopSignals, fleet: RayWorkers | None = None
     ) -> None:
         """With a `fleet` the trainer and the engines are its workers."""
         config = order.config
@@ -88,7 +88,7 @@ class Run:
         signals.close_display = self._progress.close
         self._sinks = make_sinks(config, folder, self._events)
         self._events.subscribe(
-            Watch(
+            ContradictionWatch(
                 self._emit,
                 temperatures=(config.rollout.temperature, config.eval.temperature),
                 show=show_measure,
@@ -104,7 +104,7 @@ class Run:
         self._placement: Placement = (
             Inline(config, folder, self._machine, self._emit)
             if fleet is None
-            else Spread(config, folder, self._machine, self._emit, fleet)
+            else RayPlacement(config, folder, self._machine, self._emit, fleet)
         )
 
     async def go(self) -> dict[str, Any]:
@@ -158,7 +158,7 @@ class Run:
         if self._lock is not None:
             os.close(self._lock)
 
-    async def _find_progress(self, stages: list[Stage]) -> tuple[int, Progress, Snapshot | None]:
+    async def _find_progress(self, stages: list[Stage]) -> tuple[int, StageProgress, Snapshot | None]:
         """(index of the stage to go on with, where it stands, what its trainer is restored from). SnapshotError if
         there are snapshots and none is whole."""
         faults: list[Fault] = []
@@ -180,12 +180,12 @@ class Run:
                 hint=f"put the damaged files back (events.jsonl names them: snapshot.skipped), or remove "
                 f"{self._folder / 'snapshots'} to begin the run anew",
             )
-        progress = Progress(stage=stages[0].name)
+        progress = StageProgress(stage=stages[0].name)
         if self._events.attempt > 1:
             self._go_on(stages[0], progress, None)
         return 0, progress, None
 
-    def _go_on(self, stage: Stage, progress: Progress, position: Mapping[str, int] | None) -> None:
+    def _go_on(self, stage: Stage, progress: StageProgress, position: Mapping[str, int] | None) -> None:
         """Begin another attempt, and say what it does once more and does otherwise. `position`: the row of the log that
         it goes on from; None from none, since nothing was saved."""
         order, log = self._order, self._folder / "events.jsonl"
@@ -239,7 +239,7 @@ class Run:
             stage_index=at,
         )
 
-    def _prepare(self, stage: Stage, policy: Facts | Policy) -> Ready:
+    def _prepare(self, stage: Stage, policy: Facts | Policy) -> ReadyStage:
         """Read, plan and try what a stage needs. Done for all stages before the first one trains."""
         data = load_stage_data(self._config, stage, policy.tokenizer, policy.spec.context_tokens, self._emit)
         plan = self._plan(stage, policy, data)
@@ -249,17 +249,23 @@ class Run:
         reward = self._config.rewards.model_part()
         if reward is not None and stage.name == MAIN:
             find_reward_model(reward.path, policy)
-        return Ready(stage=stage, data=data, plan=plan)
+        return ReadyStage(stage=stage, data=data, plan=plan)
 
     async def _run_stage(
-        self, ready: Ready, policy: Facts | Policy, progress: Progress, found: Snapshot | None, version: int, last: bool
-    ) -> tuple[Progress, int]:
+        self,
+        ready: ReadyStage,
+        policy: Facts | Policy,
+        progress: StageProgress,
+        found: Snapshot | None,
+        version: int,
+        last: bool,
+    ) -> tuple[StageProgress, int]:
         stage, data, plan = ready.stage, ready.data, ready.plan
         if progress.stage != stage.name:
-            progress = Progress(stage=stage.name)
+            progress = StageProgress(stage=stage.name)
         self._emit("stage.started", stage=stage.name, steps=stage.trainer.steps, step=progress.step)
         log = self._folder / REWARDS_LOG
-        built, done = Built(self._config, self._emit, self._machine.compute, rewards_log=log), False
+        built, done = StageInputs(self._config, self._emit, self._machine.compute, rewards_log=log), False
         try:
             placed = await self._placement.begin(stage, plan, version=version, found=found)
             parts = built.parts(placed, policy.tokenizer, data, self._observers(), self._signals.stop)
@@ -332,14 +338,14 @@ class Run:
         self._emit("export.verified", folder=folder.name)
         return folder
 
-    def _finish(self, stage: Stage, progress: Progress, version: int) -> Path | None:
+    def _finish(self, stage: Stage, progress: StageProgress, version: int) -> Path | None:
         self._emit("run.done", step=progress.step, version=version, evals=dict(progress.evals), stage=stage.name)
         self._samples.sync()
         report = write_report(self._folder) if self._config.observe.report else None
         self._progress.summary(self._folder, report=report)
         return report
 
-    def _result(self, progress: Progress, version: int, export: Path, report: Path | None) -> dict[str, Any]:
+    def _result(self, progress: StageProgress, version: int, export: Path, report: Path | None) -> dict[str, Any]:
         evals = {name: dict(numbers) for name, numbers in progress.evals.items()}
         return {
             "run": str(self._folder),
@@ -365,7 +371,7 @@ def _read_plan(path: Path) -> Plan:
         ) from error
 
 
-def tell_place(progress: Progress) -> str:
+def tell_place(progress: StageProgress) -> str:
     """Where a run that was stopped stands, for people."""
     begun = f"; {len(progress.in_flight)} groups of rollouts in flight are saved" if progress.in_flight else ""
     return f"after step {progress.step} of stage {progress.stage}{begun}"

@@ -10,7 +10,7 @@ from pathlib import Path
 from gyre.core.seeds import derive_seed
 from gyre.launch.factories import Emit, engine_window, make_judge, make_scorer
 from gyre.launch.goal import accuracy_metric
-from gyre.launch.placement.inline import Placed
+from gyre.launch.placement.inline import StageParts
 from gyre.launch.stages import Stage, StageData
 from gyre.loop.controller import Ring, RingConfig
 from gyre.loop.offline import OfflineConfig, OfflineLoop
@@ -21,14 +21,16 @@ from gyre.rewards.score import RuleScorer
 from gyre.runconfig import RunConfig
 
 
-class Built:
+class StageInputs:
     """What one stage needs beside its trainer and engine."""
 
     def __init__(self, config: RunConfig, emit: Emit, compute: ThreadPoolExecutor, *, rewards_log: Path) -> None:
         self._config, self._emit, self._compute, self._rewards_log = config, emit, compute, rewards_log
         self._scorer: RuleScorer | None = None
 
-    def parts(self, placed: Placed, text: TextPort, data: StageData, observers: Observers, stop: StopRequest) -> Parts:
+    def parts(
+        self, placed: StageParts, text: TextPort, data: StageData, observers: Observers, stop: StopRequest
+    ) -> Parts:
         if placed.engine is not None:
             self._scorer = make_scorer(self._config, self._emit, log=self._rewards_log)
         return Parts(

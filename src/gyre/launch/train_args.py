@@ -22,7 +22,7 @@ STAGES = ("all", COLD_START, MAIN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class TrainArgs:
     """One attempt at a run, before anything is made for it."""
 
     config: RunConfig
@@ -36,7 +36,7 @@ class Order:
 
 def read_order(
     config_path: Path | None, overrides: list[str], *, resume: Path | None, stage: str, check_goal: bool = False
-) -> Order:
+) -> TrainArgs:
     """Read the config and refuse what can be refused by it alone. A resumed run keeps its own overrides and stage, and
     `overrides` come on top, of keys that it may change."""
     given, before, changed = tuple(overrides), None, {}
@@ -58,7 +58,7 @@ def read_order(
         raise ConfigError("--stage cold_start: the config has no [cold_start]", hint="add the table, or run all stages")
     if check_goal and (reason := why_unjudged(config, stage)):
         raise ConfigError(f"--check-goal has nothing to check: {reason}", hint="leave it out, or give what is missing")
-    return Order(
+    return TrainArgs(
         config=config,
         overrides=tuple(overrides),
         stage=stage,

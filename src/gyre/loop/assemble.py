@@ -11,7 +11,7 @@ import numpy as np
 
 from gyre.core.records import Evaluation, Group, Rollout, Score, ScorePart, TrainBatch, TrainSequence
 from gyre.loop.accuracy import AccuracyMetric, is_right
-from gyre.loop.refill import Sampled, drops_equal, filter_metric, find_equal
+from gyre.loop.refill import StepRollouts, drops_equal, filter_metric, find_equal
 from gyre.objectives.advantages import Estimates, Sample, estimate, rank_pairs
 from gyre.objectives.config import AnyObjective, DpoConfig, GrpoConfig, PpoConfig
 from gyre.observability.intervals import mean_error
@@ -143,7 +143,7 @@ def num_unscored(groups: Sequence[Group]) -> int:
 
 
 def refill_metrics(
-    objective: AnyObjective, rollouts: Sampled, assembled: Assembled, num_groups: int
+    objective: AnyObjective, rollouts: StepRollouts, assembled: Assembled, num_groups: int
 ) -> dict[str, float]:
     """What dynamic sampling cost: of `num_groups` whole groups, how many teach nothing, and how many prompts (and
     completions) were sampled for one that is kept. The latter is left out where none was kept."""

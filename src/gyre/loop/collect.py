@@ -27,7 +27,7 @@ MOST_COMPLETIONS = 4096  # of one request; completions of a larger group are req
 
 
 @dataclass(slots=True, kw_only=True)
-class InFlight:
+class InFlightGroup:
     """A group on its way: which completions are done, scored, begun. The loop fills it; a snapshot keeps it."""
 
     group_id: str
@@ -41,10 +41,10 @@ class InFlight:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class SubmittedRequest:
     """One request and which samples of its group it answers."""
 
-    group: InFlight
+    group: InFlightGroup
     request: Request
     samples: tuple[int, ...]  # sample number of each of the request's completions
 
@@ -59,10 +59,10 @@ class Window:
 
 def open_groups(
     prompts: Sequence[Prompt], *, run_seed: int, step: int, first: int = 0, refill: int = 0
-) -> list[InFlight]:
+) -> list[InFlightGroup]:
     """Begin a group for each prompt. A pure function of seed, step and place; `first` is the first one's place."""
     return [
-        InFlight(
+        InFlightGroup(
             group_id=f"{step}.{place}",
             prompt=prompt,
             seed=derive_seed(run_seed, "rollout", step, place),
@@ -76,8 +76,8 @@ def open_groups(
 
 
 def requests_for(
-    group: InFlight, sampling: Sampling, *, cap: int, tenant_salt: str = "", most: int = MOST_COMPLETIONS
-) -> list[Asked]:
+    group: InFlightGroup, sampling: Sampling, *, cap: int, tenant_salt: str = "", most: int = MOST_COMPLETIONS
+) -> list[SubmittedRequest]:
     """What to ask for: without a cap, a whole group in one request, whose completions share the prompt's work. What a
     step that was broken off has left of it goes along, so that all draws are those of the first request.
 
@@ -98,18 +98,18 @@ def requests_for(
             tenant_salt=tenant_salt,
             partials=tuple(sorted((*done, *group.partials.values()), key=lambda partial: partial.index)),
         )
-        return [Asked(group=group, request=request, samples=tuple(range(sampling.n)))]
+        return [SubmittedRequest(group=group, request=request, samples=tuple(range(sampling.n)))]
     open_samples = [sample for sample in range(sampling.n) if sample not in group.rollouts]
     return [_ask_one(group, sample, sampling, cap, tenant_salt) for sample in open_samples]
 
 
-def count_begun(group: InFlight, size: int) -> dict[int, int]:
+def count_begun(group: InFlightGroup, size: int) -> dict[int, int]:
     """Tokens that each completion had when its step began; known already where the step was broken off before."""
     lengths = {sample: len(partial.tokens) for sample, partial in group.partials.items()}
     return group.begun_tokens or {sample: lengths.get(sample, 0) for sample in range(size)}
 
 
-def carry_over(group: InFlight) -> None:
+def carry_over(group: InFlightGroup) -> None:
     """Make a group that its step has left unfinished one of the next step."""
     group.begun_tokens, group.refill = {}, 0
 
@@ -127,7 +127,7 @@ def _beginning(sample: int, rollout: Rollout) -> Partial:
     )
 
 
-def _ask_one(group: InFlight, sample: int, sampling: Sampling, cap: int, tenant_salt: str) -> Asked:
+def _ask_one(group: InFlightGroup, sample: int, sampling: Sampling, cap: int, tenant_salt: str) -> SubmittedRequest:
     begun = group.partials.get(sample)
     taken = group.begun_tokens.get(sample, 0 if begun is None else len(begun.tokens))
     request = Request(
@@ -139,13 +139,13 @@ def _ask_one(group: InFlight, sample: int, sampling: Sampling, cap: int, tenant_
         tenant_salt=tenant_salt,
         partials=() if begun is None else (replace(begun, index=0),),
     )
-    return Asked(group=group, request=request, samples=(sample,))
+    return SubmittedRequest(group=group, request=request, samples=(sample,))
 
 
-def cut_to_window(asked: Iterable[Asked], window: Window | None) -> Iterator[list[Asked]]:
+def cut_to_window(asked: Iterable[SubmittedRequest], window: Window | None) -> Iterator[list[SubmittedRequest]]:
     """Cut requests, in order, into parts that fit the window; one that alone does not fit is a part of its own. Each
     part waits for the one before it, so which requests meet in an engine depends on no timing. Pure."""
-    part: list[Asked] = []
+    part: list[SubmittedRequest] = []
     completions = tokens = 0
     for one in asked:
         wanted, given = one.request.sampling.n, num_given_tokens(one.request)
@@ -195,7 +195,7 @@ class Collector:
         self._sampling, self._cap, self._deadline_s = sampling, cap, deadline_s
         self._breaking = False  # completions that end as interrupted are kept as they are
 
-    async def run(self, groups: Sequence[InFlight]) -> None:
+    async def run(self, groups: Sequence[InFlightGroup]) -> None:
         """Fill the groups: wait until each completion has ended or used up its share of this step.
 
         However it ends, no task and no request of it is left. DeadlineError names the requests that had not ended.
@@ -210,13 +210,13 @@ class Collector:
         for group in groups:
             assert len(group.rollouts) + len(group.partials) == self._sampling.n, f"{group.group_id} lost a completion"
 
-    def _ask(self, groups: Sequence[InFlight]) -> Iterator[Asked]:
+    def _ask(self, groups: Sequence[InFlightGroup]) -> Iterator[SubmittedRequest]:
         sampling, cap, salt = self._sampling, self._cap, self._tenant_salt
         most = MOST_COMPLETIONS if self._window is None else min(MOST_COMPLETIONS, self._window.completions)
         for group in groups:
             yield from requests_for(group, sampling, cap=cap, tenant_salt=salt, most=most)
 
-    async def _run_part(self, asked: Sequence[Asked], timeout_s: float) -> None:
+    async def _run_part(self, asked: Sequence[SubmittedRequest], timeout_s: float) -> None:
         """Waits for: the last answer to these requests, by the step's deadline."""
         streams = [self._engine.submit(one.request) for one in asked]  # no await between: they enter together
         tasks = [asyncio.create_task(self._listen(one, s)) for one, s in zip(asked, streams, strict=True)]
@@ -264,14 +264,14 @@ class Collector:
             except DeadlineError as error:  # what ended the step is on its way up already
                 self._emit("warn.engine_not_stopped", requests=len(running), error=error.message)
 
-    async def _listen(self, asked: Asked, stream: AsyncIterator[TokenChunk]) -> None:
+    async def _listen(self, asked: SubmittedRequest, stream: AsyncIterator[TokenChunk]) -> None:
         chunks: dict[int, list[TokenChunk]] = {}
         async for chunk in stream:
             chunks.setdefault(chunk.index, []).append(chunk)
             if chunk.finish is not None:
                 self._finish(asked, chunk.index, chunks.pop(chunk.index))
 
-    def _finish(self, asked: Asked, index: int, chunks: list[TokenChunk]) -> None:
+    def _finish(self, asked: SubmittedRequest, index: int, chunks: list[TokenChunk]) -> None:
         last, group, sample = chunks[-1], asked.group, asked.samples[index]
         if sample in group.rollouts:  # it went along with its group
             return
@@ -307,7 +307,7 @@ def _no_answer(request_id: str, last: TokenChunk, length_key: str) -> EngineRefu
 
 
 def make_rollout(
-    group: InFlight, sample: int, partial: Partial, last: TokenChunk, sampling: Sampling, text: TextPort
+    group: InFlightGroup, sample: int, partial: Partial, last: TokenChunk, sampling: Sampling, text: TextPort
 ) -> Rollout:
     """Lay prompt and completion out as one sequence, masks as data."""
     num_prompt, num_chosen = len(group.prompt.tokens), len(partial.tokens)
@@ -329,20 +329,20 @@ def make_rollout(
     )
 
 
-def split_whole(groups: Sequence[InFlight], size: int) -> tuple[list[InFlight], list[InFlight]]:
+def split_whole(groups: Sequence[InFlightGroup], size: int) -> tuple[list[InFlightGroup], list[InFlightGroup]]:
     """(groups with all their completions, groups still in flight), in order."""
     whole = [group for group in groups if len(group.rollouts) == size]
     return whole, [group for group in groups if len(group.rollouts) < size]
 
 
-def keep_scores(groups: Sequence[InFlight], scores: Mapping[str, Score]) -> None:
+def keep_scores(groups: Sequence[InFlightGroup], scores: Mapping[str, Score]) -> None:
     """Put new scores beside their rollouts; those of earlier steps stay."""
     for group in groups:
         found = {i: scores[r.rollout_id] for i, r in group.rollouts.items() if r.rollout_id in scores}
         group.scores.update(found)
 
 
-def as_group(group: InFlight, *, scored: bool = True) -> Group:
+def as_group(group: InFlightGroup, *, scored: bool = True) -> Group:
     """The finished completions in order, with their scores if they have them by now."""
     order = sorted(group.rollouts)
     return Group(

@@ -42,14 +42,23 @@ from gyre.loop.assemble import (
     reward_error,
     reward_metrics,
 )
-from gyre.loop.collect import Collector, InFlight, Window, as_group, carry_over, count_begun, keep_scores, split_whole
+from gyre.loop.collect import (
+    Collector,
+    InFlightGroup,
+    Window,
+    as_group,
+    carry_over,
+    count_begun,
+    keep_scores,
+    split_whole,
+)
 from gyre.loop.config import EvalConfig, RolloutConfig
 from gyre.loop.evaluate import Rollouts
 from gyre.loop.failures import find_failures, lower_failed, refuse_failures
 from gyre.loop.handover import Handover
 from gyre.loop.ports import Parts, StageSpec
-from gyre.loop.refill import PromptFeed, Sampled, drops_equal, filter_metric, why_filtered_by_score
-from gyre.loop.resume import Progress, note_outcome, to_snapshot
+from gyre.loop.refill import PromptFeed, StepRollouts, drops_equal, filter_metric, why_filtered_by_score
+from gyre.loop.resume import StageProgress, note_outcome, to_snapshot
 from gyre.loop.schedule import Rhythm, Turn, run_steps
 from gyre.loop.scoring import Scoring
 from gyre.loop.stopping import StepUnfinished
@@ -77,8 +86,8 @@ class Collected:
 
     groups: list[Group]  # to be trained on
     sampled: list[Group]  # these and those that were replaced
-    in_flight: list[InFlight]
-    rollouts: Sampled
+    in_flight: list[InFlightGroup]
+    rollouts: StepRollouts
     passes: Passes  # over `groups`
     windows: Mapping[str, float]  # the overlap account
 
@@ -92,7 +101,7 @@ class Ring:
         self._engine, self._scorer = parts.engine, parts.scorer
         self._emit = parts.observers.events.emit
         self._phase = parts.observers.spans.phase
-        self._open: list[InFlight] = []  # groups of the step in flight, until they are trained on
+        self._open: list[InFlightGroup] = []  # groups of the step in flight, until they are trained on
         self._begun_tokens: list[dict[int, int]] = []  # of those carried over, tokens by sample when the step began
         self._train_s = 0.0  # that the newest update took: it is not begun when a stop leaves less
         self._handover = Handover(
@@ -112,7 +121,7 @@ class Ring:
         self._feed = PromptFeed(parts.source, config.rollout, seed=stage.seed)
         self._metric = filter_metric(stage.objective, config.accuracy)
 
-    async def run(self, progress: Progress) -> Progress:
+    async def run(self, progress: StageProgress) -> StageProgress:
         """Go on from `progress` to the end of the stage, or to where a stop ends it."""
         if progress.source is not None:
             self._parts.source.restore(progress.source)
@@ -129,7 +138,7 @@ class Ring:
         )
         return await run_steps(progress, turn, rhythm, self._parts.stop)
 
-    async def _step(self, progress: Progress) -> Progress:
+    async def _step(self, progress: StageProgress) -> StageProgress:
         step, started_s = progress.step + 1, time.monotonic()
         collected = await self._collect(progress, step)
         if self._parts.stop.remaining_s() < self._train_s:
@@ -152,7 +161,7 @@ class Ring:
             carry_over(group)
         return replace(progress, step=step, source=self._parts.source.state(), in_flight=collected.in_flight)
 
-    async def _collect(self, progress: Progress, step: int) -> Collected:
+    async def _collect(self, progress: StageProgress, step: int) -> Collected:
         """Phases rollout and score."""
         config, stop = self._config.rollout, self._parts.stop
         groups = self._open = list(progress.in_flight)
@@ -197,7 +206,7 @@ class Ring:
         )
 
     @asynccontextmanager
-    async def _keeping(self, groups: Sequence[InFlight], scoring: Scoring) -> AsyncIterator[None]:
+    async def _keeping(self, groups: Sequence[InFlightGroup], scoring: Scoring) -> AsyncIterator[None]:
         """Keep what a step that is broken off has, with the scores that have come."""
         try:
             yield
@@ -205,7 +214,7 @@ class Ring:
             keep_scores(groups, scoring.so_far())
             raise
 
-    def _keep_unfinished(self, progress: Progress) -> Progress:
+    def _keep_unfinished(self, progress: StageProgress) -> StageProgress:
         """The run goes on with these groups; before they were begun, or in an evaluation, there are no new ones."""
         if not self._open:
             return progress
@@ -236,7 +245,7 @@ class Ring:
         )
 
     async def _passes(
-        self, kept: Sequence[InFlight], whole: Sequence[InFlight], step: int
+        self, kept: Sequence[InFlightGroup], whole: Sequence[InFlightGroup], step: int
     ) -> tuple[Passes, np.ndarray | None]:
         """Policy, reference and critic passes over the groups to be trained on, the reward pass over all whole ones,
         while rule rewards still run."""
@@ -263,7 +272,7 @@ class Ring:
         with self._phase("handover", step=step):
             await self._handover.publish(step=step)
 
-    async def _evaluate(self, progress: Progress, when: str) -> Progress:
+    async def _evaluate(self, progress: StageProgress, when: str) -> StageProgress:
         if not self._parts.eval_prompts:
             return progress
         await self._enter("evaluate", progress.step)
@@ -271,7 +280,7 @@ class Ring:
             outcome = await self._parts.stop.within(self._evaluator.run(self._parts.eval_prompts))
         return note_outcome(progress, outcome, when, self._emit)
 
-    async def _snapshot(self, progress: Progress) -> None:
+    async def _snapshot(self, progress: StageProgress) -> None:
         with self._phase("snapshot", step=progress.step):
             self._parts.observers.samples.sync()
             state, blobs = to_snapshot(progress, events=self._parts.observers.events.position())

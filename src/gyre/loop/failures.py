@@ -15,7 +15,7 @@ MOST_KINDS = 8  # of failures of one part that are told apart; the rest are told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
+class RewardFailure:
     """One kind of failure of one part: the same exception at the same line, or the same other reason."""
 
     part: str
@@ -36,7 +36,7 @@ class Failure:
         }
 
 
-def find_failures(groups: Sequence[Group]) -> list[Failure]:
+def find_failures(groups: Sequence[Group]) -> list[RewardFailure]:
     """Every kind of failure, the most frequent first."""
     parts = [part for group in groups for score in group.scores for part in score.parts]
     checks: dict[str, int] = {}
@@ -52,7 +52,7 @@ def find_failures(groups: Sequence[Group]) -> list[Failure]:
         rest = [part for _, more in ranked[MOST_KINDS:] for part in more]
         for (outcome, kind), failed in [*ranked[:MOST_KINDS], *_as_one(rest)]:
             failures.append(
-                Failure(part=name, outcome=outcome, reason=failed[0].reason, kind=kind, count=len(failed),
+                RewardFailure(part=name, outcome=outcome, reason=failed[0].reason, kind=kind, count=len(failed),
                         checks=checks[name])
             )  # fmt: skip
     return sorted(failures, key=lambda failure: -failure.count)
@@ -64,7 +64,7 @@ def _as_one(parts: Sequence[ScorePart]) -> list[tuple[tuple[str, str], list[Scor
     return [((it, "further kinds of failure"), [part for part in parts if part.outcome == it]) for it in outcomes]
 
 
-def refuse_failures(failures: Sequence[Failure], *, most_share: float, step: int) -> None:
+def refuse_failures(failures: Sequence[RewardFailure], *, most_share: float, step: int) -> None:
     """RewardError when more than this share of a part's checks failed."""
     for name in dict.fromkeys(failure.part for failure in failures):
         own = [failure for failure in failures if failure.part == name]

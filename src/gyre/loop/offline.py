@@ -17,7 +17,7 @@ from gyre.core.records import TrainBatch
 from gyre.loop.evaluate import Outcome, Rollouts, held_out_loss, pair_accuracy, preference_accuracy
 from gyre.loop.handover import Handover
 from gyre.loop.ports import Parts, StageSpec
-from gyre.loop.resume import Progress, note_outcome, to_snapshot
+from gyre.loop.resume import StageProgress, note_outcome, to_snapshot
 from gyre.loop.schedule import Rhythm, Turn, run_steps
 
 Measure = Callable[[PolicyTrainer, TrainBatch], Awaitable[Outcome]]
@@ -50,7 +50,7 @@ class OfflineLoop:
             assert parts.lifecycle is not None
             self._handover = Handover(parts.trainer, parts.lifecycle, compute=compute, emit=self._emit)
 
-    async def run(self, progress: Progress) -> Progress:
+    async def run(self, progress: StageProgress) -> StageProgress:
         """Go on from `progress` to the end of the stage, or to where a stop ends it."""
         if progress.source is not None:
             self._parts.source.restore(progress.source)
@@ -66,7 +66,7 @@ class OfflineLoop:
         )
         return await run_steps(progress, turn, rhythm, self._parts.stop)
 
-    async def _step(self, progress: Progress) -> Progress:
+    async def _step(self, progress: StageProgress) -> StageProgress:
         step, started_s = progress.step + 1, time.monotonic()
         records = self._parts.source.take(self._config.records_per_step)
         with self._phase("train", step=step):
@@ -88,7 +88,7 @@ class OfflineLoop:
         )
         return replace(progress, step=step, source=self._parts.source.state())
 
-    async def _evaluate(self, progress: Progress, when: str) -> Progress:
+    async def _evaluate(self, progress: StageProgress, when: str) -> StageProgress:
         gate, step = self._parts.gate, progress.step
         if self._parts.eval_batch is not None:
             await gate.enter("score", step=step)
@@ -105,7 +105,7 @@ class OfflineLoop:
         await gate.enter("train", step=step)
         return progress
 
-    async def _snapshot(self, progress: Progress) -> None:
+    async def _snapshot(self, progress: StageProgress) -> None:
         with self._phase("snapshot", step=progress.step):
             self._parts.observers.samples.sync()
             state, blobs = to_snapshot(progress, events=self._parts.observers.events.position())

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from gyre.core.contracts import PromptSource
 from gyre.core.records import Group, Score
 from gyre.loop.accuracy import AccuracyMetric, is_right
-from gyre.loop.collect import Collector, InFlight, as_group, keep_scores, open_groups, split_whole
+from gyre.loop.collect import Collector, InFlightGroup, as_group, keep_scores, open_groups, split_whole
 from gyre.loop.config import RolloutConfig
 from gyre.loop.failures import lower_failed
 from gyre.loop.scoring import Scoring
@@ -71,10 +71,10 @@ def num_missing(*, wanted: int, kept: int, in_flight: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampled:
+class StepRollouts:
     """The rollouts of one step."""
 
-    groups: list[InFlight]  # all, in the order in which they were begun
+    groups: list[InFlightGroup]  # all, in the order in which they were begun
     dropped: frozenset[str]  # ids of whole groups that teach nothing, as far as it was looked
     refills: int  # rounds made
     num_refilled: int  # prompts sampled in them
@@ -90,14 +90,14 @@ class PromptFeed:
 
     async def roll_out(
         self,
-        groups: list[InFlight],
+        groups: list[InFlightGroup],
         collector: Collector,
         scoring: Scoring,
         *,
         step: int,
         max_refills: int,
         metric: AccuracyMetric | None,
-    ) -> Sampled:
+    ) -> StepRollouts:
         """What was in flight goes on first; new prompts fill up the rest, and are added to `groups`: who breaks the
         step off has them there. Ends after 1 + max_refills rounds: a pure function of seed, data cursor and scores.
         Without refills scores are not waited for, and nothing is dropped."""
@@ -124,7 +124,7 @@ class PromptFeed:
             refills += 1
             todo = self._begin(missing, step, first=len(groups), refill=refills)
             groups += todo
-        return Sampled(
+        return StepRollouts(
             groups=groups,
             dropped=dropped,
             refills=refills,
@@ -133,6 +133,6 @@ class PromptFeed:
             windows=windows,
         )
 
-    def _begin(self, count: int, step: int, *, first: int, refill: int) -> list[InFlight]:
+    def _begin(self, count: int, step: int, *, first: int, refill: int) -> list[InFlightGroup]:
         prompts = self._source.take(count) if count else ()
         return open_groups(prompts, run_seed=self._seed, step=step, first=first, refill=refill)

@@ -12,7 +12,7 @@ from typing import Any
 
 from gyre.core.codec import decode, encode
 from gyre.core.errors import SnapshotError
-from gyre.loop.collect import InFlight
+from gyre.loop.collect import InFlightGroup
 from gyre.loop.evaluate import Outcome
 from gyre.loop.ports import Emit
 
@@ -20,7 +20,7 @@ IN_FLIGHT = "in_flight.msgpack"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class StageProgress:
     """Where a stage stands between two steps."""
 
     stage: str
@@ -29,7 +29,7 @@ class Progress:
     source: Mapping[str, Any] | None = None  # the data cursor; None at the very start
     evals: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # metric -> see note_outcome
     evaluated_step: int = -1  # loop step of the newest evaluation; -1 before the first
-    in_flight: Sequence[InFlight] = ()
+    in_flight: Sequence[InFlightGroup] = ()
 
 
 def is_due(step: int, every: int) -> bool:
@@ -37,7 +37,7 @@ def is_due(step: int, every: int) -> bool:
     return bool(every) and step % every == 0
 
 
-def note_outcome(progress: Progress, outcome: Outcome, when: str, emit: Emit) -> Progress:
+def note_outcome(progress: StageProgress, outcome: Outcome, when: str, emit: Emit) -> StageProgress:
     """Keep the first value as "before" and the newest as "after", each with its 95 % interval (None: not known). The
     event carries the value under the metric's own name."""
     interval = None if outcome.interval is None else list(outcome.interval)
@@ -67,7 +67,7 @@ def note_outcome(progress: Progress, outcome: Outcome, when: str, emit: Emit) ->
     return replace(progress, evals={**progress.evals, outcome.metric: numbers})
 
 
-def to_snapshot(progress: Progress, *, events: Mapping[str, int]) -> tuple[dict[str, Any], dict[str, bytes]]:
+def to_snapshot(progress: StageProgress, *, events: Mapping[str, int]) -> tuple[dict[str, Any], dict[str, bytes]]:
     """(JSON-able state, blobs). `events` is the log position that readers are fenced to on resume."""
     state = {
         "stage": progress.stage,
@@ -81,16 +81,16 @@ def to_snapshot(progress: Progress, *, events: Mapping[str, int]) -> tuple[dict[
     return state, {IN_FLIGHT: encode(list(progress.in_flight))}
 
 
-def from_snapshot(state: Mapping[str, Any], blobs: Mapping[str, bytes]) -> Progress:
+def from_snapshot(state: Mapping[str, Any], blobs: Mapping[str, bytes]) -> StageProgress:
     """Read back what to_snapshot gave."""
     if IN_FLIGHT not in blobs:
         raise SnapshotError(f"the snapshot has no {IN_FLIGHT}", hint="resume from an earlier snapshot")
-    return Progress(
+    return StageProgress(
         stage=state["stage"],
         step=int(state["step"]),
         done=bool(state["done"]),
         source=state["source"],
         evals=state["evals"],
         evaluated_step=int(state.get("evaluated_step", state["step"])),  # older ones were written after it
-        in_flight=decode(blobs[IN_FLIGHT], list[InFlight]),
+        in_flight=decode(blobs[IN_FLIGHT], list[InFlightGroup]),
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
-from gyre.loop.resume import Progress, is_due
+from gyre.loop.resume import StageProgress, is_due
 from gyre.loop.stopping import StepUnfinished, StopRequest
 
 
@@ -17,10 +17,10 @@ from gyre.loop.stopping import StepUnfinished, StopRequest
 class Turn:
     """What a loop can do with its progress. `step` and `evaluate` raise StepUnfinished where a stop breaks them off."""
 
-    step: Callable[[Progress], Awaitable[Progress]]
-    evaluate: Callable[[Progress, str], Awaitable[Progress]]  # "before" or "after"
-    save: Callable[[Progress], Awaitable[None]]
-    keep_unfinished: Callable[[Progress], Progress]  # adds what a step that was broken off has
+    step: Callable[[StageProgress], Awaitable[StageProgress]]
+    evaluate: Callable[[StageProgress, str], Awaitable[StageProgress]]  # "before" or "after"
+    save: Callable[[StageProgress], Awaitable[None]]
+    keep_unfinished: Callable[[StageProgress], StageProgress]  # adds what a step that was broken off has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class Rhythm:
     snapshot_every_steps: int
 
 
-async def run_steps(progress: Progress, turn: Turn, rhythm: Rhythm, stop: StopRequest) -> Progress:
+async def run_steps(progress: StageProgress, turn: Turn, rhythm: Rhythm, stop: StopRequest) -> StageProgress:
     """Go on from `progress`, which needs no saving, to the end of the stage: then `done` is true. A stop ends it
     sooner, with what there is saved; an evaluation that is left out for it comes first when the run goes on."""
     saved = progress
@@ -60,7 +60,7 @@ async def run_steps(progress: Progress, turn: Turn, rhythm: Rhythm, stop: StopRe
             return progress
 
 
-def is_evaluation_due(progress: Progress, rhythm: Rhythm) -> bool:
+def is_evaluation_due(progress: StageProgress, rhythm: Rhythm) -> bool:
     """Before the first step, after every so many, and after the last; each once."""
     if progress.evaluated_step == progress.step:
         return False

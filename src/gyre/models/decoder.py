@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from gyre.core.records import Checkpointing, Projection
 from gyre.kernels.norm import rms_norm
-from gyre.kernels.recompute import Replay, Turned
+from gyre.kernels.recompute import RecomputeLayer, RecomputeQK
 from gyre.kernels.rope import rope_frequencies, rope_tables
 from gyre.models.layers.blocks import attention_inputs, layer_output
 from gyre.models.spec import ModelSpec
@@ -83,7 +83,7 @@ class Layer(nn.Module):
     ) -> Tensor:
         """Return the residual stream after the layer, of `rows_N` only where given. `lean`, `again` and `float8` as in
         blocks."""
-        spec, turned = self.spec, Turned() if lean else None
+        spec, turned = self.spec, RecomputeQK() if lean else None
         x_TE, q_THD, k_TKD, v_TKD = attention_inputs(
             x_TE,
             self.attn_norm.weight,
@@ -128,7 +128,7 @@ class Layer(nn.Module):
     ) -> Tensor:
         """Like `forward`; of the pass only x_TE is kept, and the backward pass runs it again."""
         input_TE, rest = x_TE.detach().requires_grad_(x_TE.requires_grad), (cos_T1D, sin_T1D, attend, rows_N)
-        with Replay(lambda: self(index, input_TE, *rest, again=True, float8=float8)).hooks():
+        with RecomputeLayer(lambda: self(index, input_TE, *rest, again=True, float8=float8)).hooks():
             return self(index, x_TE, *rest, float8=float8)
 
 

@@ -35,7 +35,7 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class MeasuredStep:
     """What one training step said of a measure."""
 
     value: float
@@ -52,7 +52,7 @@ class Contradiction:
     held_out: tuple[Figure, ...]
 
 
-def training_figure(measure: str, steps: Sequence[Step]) -> Figure | None:
+def training_figure(measure: str, steps: Sequence[MeasuredStep]) -> Figure | None:
     """One figure of neighbouring steps; None where they do not tell how sure it is. Each prompt is one trial of a
     share, since its completions are alike."""
     if not steps:
@@ -71,7 +71,7 @@ def training_figure(measure: str, steps: Sequence[Step]) -> Figure | None:
 
 
 def find_contradiction(
-    measure: str, steps: Sequence[Step], held_out: Sequence[Figure], *, temperatures: tuple[float, float] | None
+    measure: str, steps: Sequence[MeasuredStep], held_out: Sequence[Figure], *, temperatures: tuple[float, float] | None
 ) -> Contradiction | None:
     """What the newest evaluation contradicts. `temperatures`: of rollouts and of evaluation; None where nothing is
     sampled."""
@@ -95,7 +95,7 @@ def _change(a: Figure, b: Figure) -> int:
     return (b.low > a.high) - (b.high < a.low)
 
 
-class Watch:
+class ContradictionWatch:
     """A listener that compares at each evaluation. Rows of earlier attempts come first, as `history`."""
 
     def __init__(
@@ -108,7 +108,7 @@ class Watch:
     ) -> None:
         self._emit, self._temperatures, self._show = emit, temperatures, show
         self._stage = ""
-        self._steps: dict[str, list[Step]] = {}
+        self._steps: dict[str, list[MeasuredStep]] = {}
         self._held_out: dict[str, list[Figure]] = {}
         for row in history:
             self._take(row)
@@ -152,7 +152,7 @@ class Watch:
             value = as_number(metrics.get(name))
             if value is not None and math.isfinite(value):
                 error = as_number(row.get("reward_standard_error")) if name == "reward" else None
-                self._steps.setdefault(name, []).append(Step(value=value, prompts=prompts, error=error))
+                self._steps.setdefault(name, []).append(MeasuredStep(value=value, prompts=prompts, error=error))
 
 
 def describe(measure: str, found: Contradiction, show: Callable[[str, float], str]) -> str:

@@ -26,26 +26,26 @@ from gyre.core.errors import SnapshotError
 from gyre.core.records import Component, Evaluation, Manifest, StepReport, Tier, TrainBatch, Usage, Which
 from gyre.distributed.config import ParallelConfig
 from gyre.distributed.mesh import Splitter
-from gyre.distributed.process_group import Group, alone
+from gyre.distributed.process_group import RankGroup, alone
 from gyre.models.decoder import Decoder
 from gyre.models.scalar_head import ScalarHead
 from gyre.objectives.api import AnyObjective, needs_critic, needs_reference, trains_scores
-from gyre.trainer.batching.epoch_plan import EpochPlan, Planner, Update
+from gyre.trainer.batching.epoch_plan import BatchPlanner, EpochPlan, Update
 from gyre.trainer.checkpoint.shards import OTHER_MODEL, HeldParts, Holding, Part, PartSource, check_kinds
 from gyre.trainer.checkpoint.staging import padded
 from gyre.trainer.config import TrainerConfig
 from gyre.trainer.metrics import startup_events
 from gyre.trainer.metrics.profiler import Tracer
-from gyre.trainer.metrics.throughput import SENT, Meter
+from gyre.trainer.metrics.throughput import SENT, ThroughputMeter
 from gyre.trainer.optim.grad_scaler import LossScale
 from gyre.trainer.optim.lr_schedule import learning_rate_factor
-from gyre.trainer.passes.backward import Models, Totals, collect_gradients, refuse_divergence
+from gyre.trainer.passes.backward import Models, StepStats, collect_gradients, refuse_divergence
 from gyre.trainer.passes.evaluation import Evaluator
 from gyre.trainer.passes.forward import ChunkLogprobs, chunk_logprobs
 from gyre.trainer.roles.materialize import blank_copy, is_blank, start_away, start_frozen
-from gyre.trainer.roles.memory_components import ScoredModel, Tenancy
+from gyre.trainer.roles.memory_components import MemoryComponents, ScoredModel
 from gyre.trainer.roles.reference_model import Reference
-from gyre.trainer.roles.trained_model import HEAD_PREFIX, Learner
+from gyre.trainer.roles.trained_model import HEAD_PREFIX, TrainedModel
 from gyre.weights.gather import ShardSource
 from gyre.weights.manifest import make_manifest
 from gyre.weights.tensor_source import LiveTensors, TensorSource
@@ -72,7 +72,7 @@ class NativeTrainer:
         shared: bool = True,
         disk_folder: Path | None = None,
         parked: Mapping[str, Tier] | None = None,
-        group: Group | None = None,
+        group: RankGroup | None = None,
         parallel: ParallelConfig | None = None,
         logprobs: ChunkLogprobs | None = None,
         peak_flops: float | None = None,
@@ -105,7 +105,7 @@ class NativeTrainer:
         self._lost_steps = 0  # in a row, without a finite gradient
         self._model = json.loads(json.dumps(asdict(decoder.spec)))  # as a snapshot says it
         self._filled = weights is not None or not is_blank(decoder)
-        self._tenancy = Tenancy(disk_folder, parked or {})
+        self._tenancy = MemoryComponents(disk_folder, parked or {})
         splitter = Splitter(self._group, parallel or ParallelConfig())
         with self._group.guard("start of the trainer"):
             self._start(decoder, head, critic, weights, splitter, logprobs, progress)
@@ -118,7 +118,7 @@ class NativeTrainer:
                 self._tenancy.take_reward(reward_model, device, away)
         for model, stream in self._tenancy.streams.items():
             self._emit("trainer.offload_parameters", model=model, **stream.sizes())
-        self._planner = Planner(
+        self._planner = BatchPlanner(
             objective=objective,
             config=config,
             seed=seed,
@@ -128,7 +128,7 @@ class NativeTrainer:
             rank=self._group.rank,
             num_ranks=self._group.size,
         )
-        self._meter = Meter(self._group, peak_flops=peak_flops)
+        self._meter = ThroughputMeter(self._group, peak_flops=peak_flops)
         folder = trace_folder if self._group.rank == 0 else None
         self._tracer = Tracer(folder, config.trace_steps, device=device, emit=emit, progress=progress)
         self._evaluator = Evaluator(
@@ -156,7 +156,7 @@ class NativeTrainer:
         """Make the models that a snapshot holds. The actor last: what begins like it reads it before it is cut."""
         first = weights if is_blank(decoder) else LiveTensors(dict(decoder.named_parameters()))
         config, tenancy, reference, learner = self._config, self._tenancy, None, None
-        make = partial(Learner, config=config, folder=tenancy.folder, emit=self._emit, progress=progress)
+        make = partial(TrainedModel, config=config, folder=tenancy.folder, emit=self._emit, progress=progress)
         if needs_reference(self._objective) and config.reference == "initial":
             own = Reference(blank_copy(decoder), config, splitter.split("reference"), first)
             reference = tenancy.take_reference(own)
@@ -317,13 +317,13 @@ class NativeTrainer:
         metrics = totals.finish([rank["totals"] for rank in ranks])
         return replace(report, metrics={**metrics, **report.metrics}, measured=measured)
 
-    def _step(self, batch: TrainBatch) -> tuple[StepReport, Totals]:
+    def _step(self, batch: TrainBatch) -> tuple[StepReport, StepStats]:
         """The report says what the plan says; the totals are this rank's."""
         self._tenancy.need("actor.", "critic.")
         self._drop_leftovers()
         sequences, plan = self._evaluator.complete(batch)
         factor = learning_rate_factor(self._config, self._steps_done)
-        totals, before = Totals(), self._version
+        totals, before = StepStats(), self._version
         if not plan.updates:
             self._emit("trainer.nothing_to_train", step=batch.step, sequences=len(batch.sequences))
         for epoch in range(self._config.epochs_per_batch):
@@ -348,7 +348,7 @@ class NativeTrainer:
         )
         return report, totals
 
-    def _update(self, update: Update, factor: float, totals: Totals, step: int) -> None:
+    def _update(self, update: Update, factor: float, totals: StepStats, step: int) -> None:
         """One optimiser update of every learner, or of none when a gradient is not finite."""
         scale = 1.0 if self._loss_scale is None else self._loss_scale.factor
         self._has_gradients = True

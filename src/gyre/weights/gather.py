@@ -15,13 +15,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gyre.distributed.process_group import Group
+from gyre.distributed.process_group import RankGroup
 from gyre.weights.shards import GatherBucket, Shape, ShardLayout, plan_gather
 
 BUCKET_BYTES = 256 << 20
 
 
-class Run(NamedTuple):
+class TensorRun(NamedTuple):
     """Numbers [start, stop) of the row-major tensor `name`. `values_N` is valid until the next one is asked for."""
 
     name: str
@@ -34,10 +34,10 @@ def gather_runs(
     layout: ShardLayout,
     local: Mapping[str, Tensor],
     *,
-    group: Group,
+    group: RankGroup,
     dtype: torch.dtype,
     bucket_bytes: int = BUCKET_BYTES,
-) -> Iterator[Run]:
+) -> Iterator[TensorRun]:
     """Yield every number of every tensor once, as `dtype`, on every rank of `group`, in buckets of about
     `bucket_bytes`. `local` has this rank's run of each tensor, on any device; values come on the group's device. Every
     rank must iterate to the end."""
@@ -46,8 +46,8 @@ def gather_runs(
 
 
 def _gather_lists(
-    layout: ShardLayout, local: Mapping[str, Tensor], group: Group, dtype: torch.dtype, bucket_bytes: int
-) -> Iterator[list[Run]]:
+    layout: ShardLayout, local: Mapping[str, Tensor], group: RankGroup, dtype: torch.dtype, bucket_bytes: int
+) -> Iterator[list[TensorRun]]:
     """The runs of one bucket after the other."""
     assert len(layout.ranks) == group.size, f"{len(layout.ranks)} shards in a group of {group.size}"
     if group.size == 1:
@@ -67,7 +67,7 @@ def _gather_lists(
 class _Slot:
     """Room for a bucket: what this rank sends of it, and what all ranks sent."""
 
-    def __init__(self, longest: int, group: Group, dtype: torch.dtype) -> None:
+    def __init__(self, longest: int, group: RankGroup, dtype: torch.dtype) -> None:
         self._group = group
         self._sent_N = torch.empty(longest, dtype=dtype, device=group.device)
         self._joined_SN = torch.empty(longest * group.size, dtype=dtype, device=group.device)
@@ -88,25 +88,27 @@ class _Slot:
             torch._foreach_copy_(homes, runs)
         self._wait = self._group.begin_all_gather(self._joined(bucket), self._sent_N[: bucket.size])
 
-    def end(self, bucket: GatherBucket) -> list[Run]:
+    def end(self, bucket: GatherBucket) -> list[TensorRun]:
         """What has arrived, valid until the slot's next `begin`."""
         self._wait()
         joined_SN, found = self._joined(bucket), []
         for landing in bucket.landings:
             at = landing.rank * bucket.size + landing.offset
             values_N = joined_SN[at : at + landing.stop - landing.start]
-            found.append(Run(landing.name, landing.start, landing.stop, values_N))
+            found.append(TensorRun(landing.name, landing.start, landing.stop, values_N))
         return found
 
     def _joined(self, bucket: GatherBucket) -> Tensor:
         return self._joined_SN[: bucket.size * self._group.size]
 
 
-def local_runs(layout: ShardLayout, local: Mapping[str, Tensor], *, rank: int, dtype: torch.dtype) -> Iterator[Run]:
+def local_runs(
+    layout: ShardLayout, local: Mapping[str, Tensor], *, rank: int, dtype: torch.dtype
+) -> Iterator[TensorRun]:
     """Yield what one rank holds, where it is; no rank is asked for anything."""
     for name, place in layout.ranks[rank].items():
         if place.start < place.stop:
-            yield Run(name, place.start, place.stop, local[name].detach().reshape(-1).to(dtype))
+            yield TensorRun(name, place.start, place.stop, local[name].detach().reshape(-1).to(dtype))
 
 
 class ShardSource(Mapping[str, Tensor]):
@@ -114,7 +116,9 @@ class ShardSource(Mapping[str, Tensor]):
     out; it is read by `gather_buckets` or `gather_into`, on all ranks at once. It is also a TensorSource of what this
     rank has, for models that are cut alike."""
 
-    def __init__(self, layout: ShardLayout, local: Mapping[str, Tensor], *, group: Group, dtype: torch.dtype) -> None:
+    def __init__(
+        self, layout: ShardLayout, local: Mapping[str, Tensor], *, group: RankGroup, dtype: torch.dtype
+    ) -> None:
         self.layout, self.dtype = layout, dtype
         self._local, self._group = local, group
 
@@ -138,7 +142,7 @@ class ShardSource(Mapping[str, Tensor]):
         own_N = self._local[name].detach().reshape(-1)[start - place.start : stop - place.start]
         out_N.copy_(own_N.to(self.dtype))
 
-    def gather_buckets(self, *, bucket_bytes: int = BUCKET_BYTES) -> Iterator[Run]:
+    def gather_buckets(self, *, bucket_bytes: int = BUCKET_BYTES) -> Iterator[TensorRun]:
         """See `gather_runs`."""
         return gather_runs(self.layout, self._local, group=self._group, dtype=self.dtype, bucket_bytes=bucket_bytes)
 

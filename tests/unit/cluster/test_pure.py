@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gyre.cluster.engine_pool.request_log import Book
+from gyre.cluster.engine_pool.request_log import RequestLog
 from gyre.cluster.engine_pool.routing import assign, choose, cost_tokens
-from gyre.cluster.health.heartbeat import Pulse
+from gyre.cluster.health.heartbeat import Heartbeat
 from gyre.cluster.trainer_group import find_cause
 from gyre.core.errors import InputError, RankError, WorkerLost
 from gyre.core.records import Partial, Request, Sampling, TokenChunk
@@ -86,7 +86,7 @@ REST = [(index, MAX) for index in range(N)]
 def test_a_request_that_moves_between_engines_is_told_whole_once(engines, chunk_tokens, begun) -> None:
     """Engines come and go in the middle of it; each begins where the books say. The caller gets every token after its
     own beginnings exactly once, in order, and one end for each completion."""
-    book = Book(request(chunk_tokens, dict(enumerate(begun))), progress_tokens=2)
+    book = RequestLog(request(chunk_tokens, dict(enumerate(begun))), progress_tokens=2)
     told: list[TokenChunk] = []
     for moves in [*engines, REST]:
         asked = book.for_engine()
@@ -116,7 +116,7 @@ def test_a_request_that_moves_between_engines_is_told_whole_once(engines, chunk_
 
 @given(st.lists(st.integers(0, MAX), min_size=N, max_size=N), st.floats(0, 20))
 def test_cost_and_deadline_of_what_is_left(begun, waited_s) -> None:
-    book = Book(request(1, dict(enumerate(begun))), progress_tokens=2)
+    book = RequestLog(request(1, dict(enumerate(begun))), progress_tokens=2)
     assert cost_tokens(book.for_engine()) == 5 + sum(MAX - count for count in begun) == book.outstanding_tokens
     assert book.for_engine(waited_s=waited_s).deadline_s == max(0.0, 10.0 - waited_s)
 
@@ -127,7 +127,7 @@ def test_cost_and_deadline_of_what_is_left(begun, waited_s) -> None:
 @given(st.lists(st.tuples(st.floats(0, 5), st.booleans(), st.booleans()), max_size=20))
 def test_still_is_the_time_since_the_count_last_changed(beats) -> None:
     now, counts, changed = 0.0, {"a": 0, "b": 0}, {"a": 0.0, "b": 0.0}
-    pulse = Pulse(("a", "b"), now)
+    pulse = Heartbeat(("a", "b"), now)
     pulse.observe(counts, now)
     for wait, *moves in beats:
         now += wait
@@ -141,7 +141,7 @@ def test_still_is_the_time_since_the_count_last_changed(beats) -> None:
 
 
 def test_a_worker_that_says_nothing_makes_no_progress() -> None:
-    pulse = Pulse(("a", "b"), 0.0)
+    pulse = Heartbeat(("a", "b"), 0.0)
     for now in range(10):
         pulse.observe({"a": now}, float(now))
     assert pulse.stalled(9.0, 5.0) == ("b",)

@@ -19,7 +19,7 @@ from gyre.core import records
 from gyre.core.codec import CODEC_VERSION, decode, encode
 from gyre.core.errors import SnapshotError
 from gyre.core.records import Health, Partial, Prompt, Rollout, Sampling, Score, Support, TrainBatch
-from gyre.loop.collect import InFlight
+from gyre.loop.collect import InFlightGroup
 
 KINDS = sorted(
     (kind for kind in vars(records).values() if dataclasses.is_dataclass(kind) and isinstance(kind, type)),
@@ -93,7 +93,7 @@ def same(left: Any, right: Any) -> bool:
     return left == right
 
 
-@pytest.mark.parametrize("kind", [*KINDS, InFlight], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [*KINDS, InFlightGroup], ids=lambda kind: kind.__name__)
 @settings(max_examples=15, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_every_record_comes_back_to_the_last_bit(kind, data):

@@ -11,10 +11,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine_device import PAGE_TOKENS, STOP, FakeDevice, answer
 from gyre.core.records import Partial, Request, Sampling
-from gyre.engine.scheduler.core import Cycle
+from gyre.engine.scheduler.core import EngineCore
 from gyre.engine.scheduler.preemption import preempt
-from gyre.engine.scheduler.state import Roster
-from gyre.engine.scheduler.swap import Rates
+from gyre.engine.scheduler.state import SchedulerState
+from gyre.engine.scheduler.swap import SwapRates
 
 STEPS = st.sampled_from([4, 8, 2, 0, 12])  # after most rules, so that traffic moves
 RARELY = st.integers(0, 3).map(lambda drawn: drawn == 3)
@@ -44,7 +44,7 @@ class Traffic(RuleBasedStateMachine):
         """`tokens_per_page`: so many are computed again while a page goes out and back."""
         self.events: list[str] = []
         self.budget = max_running + spare
-        self.roster = Roster(
+        self.roster = SchedulerState(
             max_running=max_running,
             num_pages=num_pages,
             page_tokens=PAGE_TOKENS,
@@ -52,10 +52,10 @@ class Traffic(RuleBasedStateMachine):
             emit=lambda kind, **fields: self.events.append(kind),
             num_slots=num_slots,
             window=window,
-            rates=Rates(page_bytes=1, swap_bytes_per_s=2.0, prefill_tokens_per_s=tokens_per_page or 1e-9),
+            rates=SwapRates(page_bytes=1, swap_bytes_per_s=2.0, prefill_tokens_per_s=tokens_per_page or 1e-9),
         )
         self.runner, self.window = FakeDevice(window), window
-        self.cycle = Cycle(
+        self.cycle = EngineCore(
             self.roster,
             self.runner,  # type: ignore[arg-type]
             token_budget=self.budget,

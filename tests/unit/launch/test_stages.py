@@ -17,7 +17,7 @@ from gyre.core.errors import ConfigError, InputError
 from gyre.distributed.config import ParallelConfig
 from gyre.launch import commands
 from gyre.launch.factories import Machine, check_invariant
-from gyre.launch.plan_command import Request, plan_stages_for
+from gyre.launch.plan_command import PlanRequest, plan_stages_for
 from gyre.launch.stages import (
     cut_hardware,
     expected_ranks,
@@ -210,7 +210,7 @@ def test_a_reward_model_is_planned_for_with_its_own_size(tmp_path, inner):
     plan = plan_run(config, stage, spec, data, dtype="float32", folder=tmp_path)
     sizes = {component.name: component.size_bytes for component in plan.components}
     assert sizes["reward"] == 4 * own.num_parameters > sizes["actor.params"] == 4 * spec.num_parameters
-    there = plan_stages_for(config, spec, [(stage, data)], Request(gpus=1, gpu="h200"))
+    there = plan_stages_for(config, spec, [(stage, data)], PlanRequest(gpus=1, gpu="h200"))
     moments = there["stages"]["main"]["best"]["moments"]
     assert moments["score"]["parts"]["reward"] == 2 * own.num_parameters
     gone = online(tmp_path, rewards={"parts": [{"kind": "model", "path": str(tmp_path / "nowhere")}]})

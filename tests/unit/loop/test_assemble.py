@@ -22,7 +22,7 @@ from gyre.loop.assemble import (
     reward_error,
     reward_metrics,
 )
-from gyre.loop.refill import Sampled
+from gyre.loop.refill import StepRollouts
 from gyre.objectives.api import denominator
 from gyre.objectives.config import DpoConfig, GrpoConfig, PpoConfig
 
@@ -373,7 +373,7 @@ def test_the_error_of_the_mean_reward_counts_each_prompt_once():
 
 def test_what_dynamic_sampling_cost():
     """10 groups were sampled: 4 dropped on the way, 1 by the batch; so 5 are kept, each for the price of two."""
-    sampled = Sampled(
+    sampled = StepRollouts(
         groups=[], dropped=frozenset("abcd"), refills=2, num_refilled=6, num_missing=0, windows=[]
     )  # fmt: skip
     spread = [group(name, [0.0, 1.0]) for name in "klmno"]

@@ -14,7 +14,7 @@ from fakes.scorer import TableScorer
 from gyre.core.errors import DeadlineError, EngineRefused, MemoryBudgetError, RankError
 from gyre.core.records import Score
 from gyre.loop.config import EvalConfig
-from gyre.loop.resume import Progress
+from gyre.loop.resume import StageProgress
 from gyre.loop.scoring import Scoring
 from loop_cases import GROUPS_OF_4, HELD_OUT, Bench, digits_script, interrupt_when, run, turn
 
@@ -192,7 +192,7 @@ def test_a_handover_that_fails_is_rolled_back_and_the_engine_keeps_its_version(t
     async def go() -> None:
         await bench.engine.start(dummy=False)
         done = bench.ring._step
-        progress = Progress(stage="main")
+        progress = StageProgress(stage="main")
         await bench.ring._publish(0)
         progress = await done(progress)
         before = (await bench.engine.stats()).version

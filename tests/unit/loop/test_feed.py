@@ -18,7 +18,15 @@ from gyre.core.records import Request, Sampling
 from gyre.engine.config import EngineConfig
 from gyre.engine.engine import NativeEngine
 from gyre.launch.factories import engine_window
-from gyre.loop.collect import Asked, Collector, InFlight, Window, cut_to_window, open_groups, requests_for
+from gyre.loop.collect import (
+    Collector,
+    InFlightGroup,
+    SubmittedRequest,
+    Window,
+    cut_to_window,
+    open_groups,
+    requests_for,
+)
 from gyre.loop.config import EvalConfig
 from gyre.loop.scoring import Scoring
 from gyre.models.decoder import Decoder
@@ -29,12 +37,12 @@ from loop_cases import GROUPS_OF_4, HELD_OUT, TRAIN, Bench, digit_share, digits_
 from trainer_cases import CPU
 from unit.loop.test_native import SPEC, TOKENIZER, silent
 
-GROUP = InFlight(group_id="g", prompt=TRAIN[0], seed=1, rollouts={}, scores={}, partials={})
+GROUP = InFlightGroup(group_id="g", prompt=TRAIN[0], seed=1, rollouts={}, scores={}, partials={})
 
 
-def asked(n: int, tokens: int) -> Asked:
+def asked(n: int, tokens: int) -> SubmittedRequest:
     request = Request(request_id="r", tokens=np.zeros(tokens, np.int32), sampling=Sampling(n=n))
-    return Asked(group=GROUP, request=request, samples=tuple(range(n)))
+    return SubmittedRequest(group=GROUP, request=request, samples=tuple(range(n)))
 
 
 @given(
@@ -98,7 +106,7 @@ def collect(config: EngineConfig, window: Window | None, *, n: int, num_prompts:
     """(groups, events, most completions that waited or ran) of one real engine."""
     events: list[tuple[str, dict]] = []
 
-    async def go() -> list[InFlight]:
+    async def go() -> list[InFlightGroup]:
         await engine.start(dummy=False)
         groups = open_groups(TRAIN[:num_prompts], run_seed=5, step=1)
         async with Scoring(TableScorer(lambda rollout: 1.0, emit=silent), deadline_s=20.0) as scoring:

@@ -13,7 +13,7 @@ from fakes.scorer import TableScorer
 from gyre.core.records import Sampling
 from gyre.engine.config import EngineConfig
 from gyre.engine.engine import NativeEngine
-from gyre.loop.collect import Collector, InFlight, open_groups, split_whole
+from gyre.loop.collect import Collector, InFlightGroup, open_groups, split_whole
 from gyre.loop.evaluate import EVALUATION
 from gyre.loop.scoring import Scoring
 from gyre.models.decoder import Decoder
@@ -43,10 +43,10 @@ def engine():
         )  # fmt: skip
 
 
-async def collect(engine: NativeEngine, sampling: Sampling, *, cap: int) -> dict[str, InFlight]:
+async def collect(engine: NativeEngine, sampling: Sampling, *, cap: int) -> dict[str, InFlightGroup]:
     """Ask in as many steps as it takes."""
     groups = open_groups(TRAIN[:3], run_seed=5, step=1)
-    done: list[InFlight] = []
+    done: list[InFlightGroup] = []
     waiting = groups
     while waiting:
         async with Scoring(TableScorer(lambda rollout: 1.0, emit=silent), deadline_s=20.0) as scoring:
@@ -135,7 +135,7 @@ def test_an_evaluation_leaves_no_trace_in_the_rollouts_that_follow(num_pages):
             await engine.terminate()
         return hits, rollouts
 
-    async def ask(engine: NativeEngine, name: str, sampling: Sampling, salt: str) -> list[InFlight]:
+    async def ask(engine: NativeEngine, name: str, sampling: Sampling, salt: str) -> list[InFlightGroup]:
         groups = open_groups(TRAIN[:5], run_seed=sum(name.encode()), step=1)
         async with Scoring(TableScorer(lambda rollout: 1.0, emit=silent), deadline_s=20.0) as scoring:
             collector = Collector(

@@ -19,7 +19,7 @@ from gyre.loop.config import EvalConfig
 from gyre.loop.evaluate import Rollouts, held_out_loss, pair_accuracy, preference_accuracy
 from gyre.loop.offline import OfflineConfig, OfflineLoop
 from gyre.loop.ports import Observers, Parts, StageSpec
-from gyre.loop.resume import Progress, from_snapshot
+from gyre.loop.resume import StageProgress, from_snapshot
 from gyre.objectives.config import RmConfig, SftConfig
 from gyre.observability.events import EventLog, next_attempt, read_events
 from gyre.observability.samples import SampleLog
@@ -70,10 +70,10 @@ class Offline:
         config = OfflineConfig(records_per_step=3, snapshot_every_steps=2, eval_every_steps=3)
         self.loop = OfflineLoop(spec, parts, config, judge=judge, compute=self.compute)
 
-    def go(self, progress: Progress | None = None) -> Progress:
-        async def start() -> Progress:
+    def go(self, progress: StageProgress | None = None) -> StageProgress:
+        async def start() -> StageProgress:
             await self.engine.start(dummy=False)
-            return await self.loop.run(progress or Progress(stage="cold_start"))
+            return await self.loop.run(progress or StageProgress(stage="cold_start"))
 
         try:
             return run(start())

@@ -16,7 +16,7 @@ from gyre.core.errors import SnapshotError
 from gyre.core.records import Partial, Support
 from gyre.loop.collect import open_groups, requests_for, split_whole
 from gyre.loop.config import EvalConfig
-from gyre.loop.resume import IN_FLIGHT, Progress, from_snapshot, is_due, to_snapshot
+from gyre.loop.resume import IN_FLIGHT, StageProgress, from_snapshot, is_due, to_snapshot
 from gyre.objectives.config import GrpoConfig
 from loop_cases import GROUPS_OF_4, HELD_OUT, TOKENIZER, TRAIN, Bench, digit_share, digits_script, turn
 
@@ -100,7 +100,7 @@ def test_a_run_resumed_from_a_snapshot_is_the_run_that_never_stopped(tmp_path, r
     assert without_times(second.shelf.kept[6]) == without_times(straight.shelf.kept[6])
 
 
-def without_times(kept) -> tuple[Progress, list[bytes]]:
+def without_times(kept) -> tuple[StageProgress, list[bytes]]:
     """What a snapshot holds, and its groups in flight to the last bit; scores say when they were made, which may differ."""
     progress = from_snapshot(json.loads(kept[0]), kept[1])
     groups = []
@@ -128,8 +128,8 @@ def test_a_snapshot_keeps_what_is_in_flight_with_its_scores(tmp_path):
 
 
 def test_a_snapshot_without_its_blob_is_refused():
-    state, blobs = to_snapshot(Progress(stage="main", step=3), events={"attempt": 1, "seq": 7})
-    assert from_snapshot(state, blobs) == Progress(stage="main", step=3, in_flight=[])
+    state, blobs = to_snapshot(StageProgress(stage="main", step=3), events={"attempt": 1, "seq": 7})
+    assert from_snapshot(state, blobs) == StageProgress(stage="main", step=3, in_flight=[])
     with pytest.raises(SnapshotError, match=IN_FLIGHT):
         from_snapshot(state, {})
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from gyre.observability.contradictions import Figure, Step, Watch, find_contradiction
+from gyre.observability.contradictions import ContradictionWatch, Figure, MeasuredStep, find_contradiction
 from gyre.observability.events import EventLog, count_events, read_events
 from gyre.observability.intervals import mean_error, ratio_error, wilson_interval
 from gyre.observability.progress.terminal import LineProgress, show_measure
@@ -23,8 +23,8 @@ from observability_run import Clock
 SAMPLED, GREEDY = (1.0, 1.0), (1.0, 0.0)  # temperatures of rollouts and evaluation
 
 
-def shares(values: Sequence[float], prompts: int = 32) -> list[Step]:
-    return [Step(value=value, prompts=prompts, error=None) for value in values]
+def shares(values: Sequence[float], prompts: int = 32) -> list[MeasuredStep]:
+    return [MeasuredStep(value=value, prompts=prompts, error=None) for value in values]
 
 
 def judged(*values: float, n: int = 256) -> list[Figure]:
@@ -32,7 +32,9 @@ def judged(*values: float, n: int = 256) -> list[Figure]:
     return [Figure(value=value, low=interval[0], high=interval[1]) for value, interval in found if interval]
 
 
-def rule(steps: Sequence[Step], held_out: Sequence[Figure], temperatures: tuple[float, float] = SAMPLED) -> str | None:
+def rule(
+    steps: Sequence[MeasuredStep], held_out: Sequence[Figure], temperatures: tuple[float, float] = SAMPLED
+) -> str | None:
     found = find_contradiction("accuracy", steps, held_out, temperatures=temperatures)
     return None if found is None else found.rule
 
@@ -58,7 +60,7 @@ RISING = shares([0.2 + 0.03 * step for step in range(20)])  # to 0.77
     ],
 )
 def test_the_rule(
-    steps: list[Step], held_out: list[Figure], temperatures: tuple[float, float], expected: str | None
+    steps: list[MeasuredStep], held_out: list[Figure], temperatures: tuple[float, float], expected: str | None
 ) -> None:
     assert rule(steps, held_out, temperatures) == expected
 
@@ -92,7 +94,7 @@ def test_figures_of_the_same_policy_are_hardly_ever_flagged() -> None:
 
 
 def test_a_reward_that_is_no_share_is_compared_by_its_standard_error() -> None:
-    steps = [Step(value=3.0, prompts=32, error=0.1)] * 8
+    steps = [MeasuredStep(value=3.0, prompts=32, error=0.1)] * 8
     for value, expected in ((3.05, None), (2.0, "gap")):
         held = [Figure(value=value, low=value - 0.2, high=value + 0.2)]
         found = find_contradiction("reward", steps, held, temperatures=SAMPLED)
@@ -101,7 +103,7 @@ def test_a_reward_that_is_no_share_is_compared_by_its_standard_error() -> None:
 
 def test_a_held_out_loss_that_rises_while_the_training_loss_falls() -> None:
     draw = random.Random(1)
-    steps = [Step(value=2.0 - 0.05 * at + draw.gauss(0, 0.02), prompts=0, error=None) for at in range(30)]
+    steps = [MeasuredStep(value=2.0 - 0.05 * at + draw.gauss(0, 0.02), prompts=0, error=None) for at in range(30)]
     rising = [Figure(value=value, low=value - 0.05, high=value + 0.05) for value in (1.6, 2.2)]
     found = find_contradiction("loss", steps, rising, temperatures=None)
     assert found is not None and found.rule == "opposed"
@@ -123,7 +125,7 @@ def live_run(folder: Path, *, attempts: int = 1) -> tuple[list[dict[str, Any]], 
         progress = LineProgress(Console(file=stream, width=400))
         log.subscribe(progress)
         history = read_events(folder / "events.jsonl")
-        log.subscribe(Watch(log.emit, temperatures=GREEDY, show=show_measure, history=history))
+        log.subscribe(ContradictionWatch(log.emit, temperatures=GREEDY, show=show_measure, history=history))
         if attempt == 1:
             log.emit("stage.started", stage="main", steps=20)
             log.emit("eval.done", stage="main", name="accuracy", accuracy=0.5, n=256, step=0)

@@ -10,7 +10,7 @@ from gyre.cluster.ray_cluster import count_types
 from gyre.core.errors import ConfigError
 from gyre.distributed.devices import DeviceRecord, find_mixture
 from gyre.launch.placement.ray_placement import find_mixed_types
-from gyre.launch.plan_command import Request, plan_shape
+from gyre.launch.plan_command import PlanRequest, plan_shape
 from gyre.planner.gpus import GPUS, peak_flops, recognise_gpu
 from gyre.planner.model_zoo import SHAPES
 
@@ -90,7 +90,7 @@ def test_a_ray_cluster_of_two_types_must_have_enough_of_one() -> None:
 
 def test_a_plan_without_a_model_names_the_shapes() -> None:
     with pytest.raises(ConfigError, match="neither a config nor a shape") as caught:
-        plan_shape(Request(gpus=8, gpu="h200"))
+        plan_shape(PlanRequest(gpus=8, gpu="h200"))
     assert all(name in caught.value.hint for name in SHAPES)
 
 
@@ -105,7 +105,7 @@ ROWS = [
 @pytest.mark.parametrize(("given", "name"), ROWS)
 @pytest.mark.parametrize("zero", [None, 0, 1, 2, 3])
 def test_every_row_has_a_plan_whose_parts_sum_up_and_whose_lines_have_reasons(given, name, zero) -> None:
-    found = plan_shape(Request(gpus=8, gpu="h200", zero=zero, **given))
+    found = plan_shape(PlanRequest(gpus=8, gpu="h200", zero=zero, **given))
     stage, beyond = found["stages"][name], given["sequence_tokens"] > SHAPES[name].context_tokens
     assert bool(found["notes"]) is beyond and ("rotary embedding must be stretched" in found["text"]) is beyond
     best = stage["best"]

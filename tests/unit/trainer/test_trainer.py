@@ -18,7 +18,7 @@ from gyre.memory.pools.storage import StoragePool
 from gyre.models.decoder import Decoder
 from gyre.models.scalar_head import ScalarHead
 from gyre.objectives.config import GrpoConfig
-from gyre.trainer.batching.microbatch import Chunk
+from gyre.trainer.batching.microbatch import MicroBatch
 from gyre.trainer.checkpoint.saver import Saver
 from gyre.trainer.checkpoint.store import SnapshotStore
 from gyre.trainer.passes.forward import chunk_logprobs
@@ -104,7 +104,7 @@ def test_policy_logprobs_that_the_batch_brings_are_the_old_ones():
     """No second pass over the same weights; and nothing of them where the policy has not moved."""
     calls = []
 
-    def counted(decoder: Decoder, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
+    def counted(decoder: Decoder, chunk: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         calls.append(torch.is_grad_enabled())
         return chunk_logprobs(decoder, chunk)
 

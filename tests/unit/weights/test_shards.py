@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from gyre.core.errors import ConfigError
 from gyre.distributed.config import ParallelConfig
 from gyre.distributed.mesh import Splitter, shard_size
-from gyre.distributed.process_group import Group, alone
+from gyre.distributed.process_group import RankGroup, alone
 from gyre.weights.gather import ShardSource
 from gyre.weights.shards import ALIGN, ShardLayout, align, plan_gather, row_layout, slice_layout, whole_layout
 
@@ -125,7 +125,7 @@ class Wire:
         return wait
 
 
-class WiredGroup(Group):
+class WiredGroup(RankGroup):
     def __init__(self, wire: Wire, rank: int) -> None:
         super().__init__(name="wired", rank=rank, size=wire.barrier.parties, device=torch.device("cpu"))
         self._wire, self._count = wire, itertools.count()

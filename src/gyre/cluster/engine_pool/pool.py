@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from gyre.cluster.engine_pool.pool_stream import PoolStream
-from gyre.cluster.engine_pool.replica import Member
-from gyre.cluster.engine_pool.router import Desk
+from gyre.cluster.engine_pool.replica import EngineReplica
+from gyre.cluster.engine_pool.router import RequestRouter
 from gyre.cluster.health.watchdog import Patience, Watchdog
 from gyre.cluster.trainer_group import GRACE_S, VersionTensors, find_cause
 from gyre.cluster.worker.endpoints import add_stats
@@ -55,7 +55,7 @@ class Offer:
     def version(self) -> int:
         return self.manifest.version
 
-    def is_home(self, member: Member) -> bool:
+    def is_home(self, member: EngineReplica) -> bool:
         """Whether the engine takes the version from the trainer rank beside it."""
         return isinstance(self.source, VersionTensors) and member.name in self.source.homes
 
@@ -79,7 +79,7 @@ class EnginePool:
         self._vital = vital
         ranks = [handle for handle in engines if handle.name in vital]
         self._watchdog = Watchdog(ranks, emit=emit, hang_s=settings.hang_s)
-        self._desk = Desk(
+        self._desk = RequestRouter(
             self._find_engines,
             self.abort,
             surely=self._surely,
@@ -220,8 +220,8 @@ class EnginePool:
 
     # Losses and returns ----------------------------------------------------------------------------------------------
 
-    def _make_member(self, handle: WorkerHandle, state: Literal["up", "fresh"]) -> Member:
-        return Member(
+    def _make_member(self, handle: WorkerHandle, state: Literal["up", "fresh"]) -> EngineReplica:
+        return EngineReplica(
             handle,
             vital=handle.name in self._vital,
             state=state,
@@ -231,7 +231,7 @@ class EnginePool:
             on_lost=self._lose,
         )
 
-    def _find_engines(self) -> Sequence[Member] | BaseException | None:
+    def _find_engines(self) -> Sequence[EngineReplica] | BaseException | None:
         """Who takes work; or the error that ends every request; or None while an engine is on its way back."""
         if self._broken is not None:
             return self._broken
@@ -248,17 +248,17 @@ class EnginePool:
                 member.watched = True
                 self._keep(self._watches, self._watch(member))
 
-    async def _watch(self, member: Member) -> None:
+    async def _watch(self, member: EngineReplica) -> None:
         """Waits for: the worker's end, which may never come; ended by `close`."""
         self._lose(member, await self._cluster.watch(member.handle))
 
-    def _lose(self, member: Member, cause: str) -> None:
+    def _lose(self, member: EngineReplica, cause: str) -> None:
         """Take an engine's requests from it. Once for each life, whoever noticed its end first."""
         if member.state != "lost":
             member.lose()
             self._surely(self._take_loss, member, cause)
 
-    def _take_loss(self, member: Member, cause: str) -> None:
+    def _take_loss(self, member: EngineReplica, cause: str) -> None:
         again, place = self._desk.take_back(member), member.handle.place
         self._emit("engine.lost", engine=member.name, place=place, cause=cause, requests=len(again))
         if member.vital:
@@ -311,7 +311,7 @@ class EnginePool:
 
         task.add_done_callback(done)
 
-    async def _restart(self, lost: Member) -> None:
+    async def _restart(self, lost: EngineReplica) -> None:
         """Start a lost engine's worker again, as often as is allowed, and bring it to the current weights."""
         name = lost.name
         await lost.close()
@@ -331,7 +331,7 @@ class EnginePool:
             return
         self._emit("engine.restarts_exhausted", engine=name, restarts=self._restarts[name])
 
-    async def _start_again(self, revive: Revive, name: str) -> Member:
+    async def _start_again(self, revive: Revive, name: str) -> EngineReplica:
         """A new life, on dummy weights: it refuses work until a commit."""
         member = self._make_member(await revive(name), "fresh")
         try:
@@ -341,7 +341,7 @@ class EnginePool:
             raise
         return member
 
-    async def _catch_up(self, member: Member) -> None:
+    async def _catch_up(self, member: EngineReplica) -> None:
         """Give a fresh engine the version that the others answer with. One whose tensors are gone by now gets the next
         version with the others."""
         if member.catching_up:
@@ -359,14 +359,14 @@ class EnginePool:
         finally:
             member.catching_up = False
 
-    def _join(self, member: Member, version: int) -> None:
+    def _join(self, member: EngineReplica, version: int) -> None:
         """It has the current weights, and takes work from here on."""
         was_away = member.state == "fresh"
         member.state, member.prepared = "up", None
         if was_away:
             self._surely(lambda: self._emit("engine.rejoined", engine=member.name, version=version))
 
-    async def _try_offer(self, member: Member, offer: Offer) -> str:
+    async def _try_offer(self, member: EngineReplica, offer: Offer) -> str:
         """Why an engine could not take a version, or ""."""
         try:
             copy = None if offer.is_home(member) else await self._copy(offer)
@@ -383,7 +383,7 @@ class EnginePool:
 
     # Fan-out ---------------------------------------------------------------------------------------------------------
 
-    def _present(self) -> list[Member]:
+    def _present(self) -> list[EngineReplica]:
         if self._broken is not None:
             raise self._broken
         return [member for member in self._members.values() if member.state != "lost"]
@@ -395,7 +395,7 @@ class EnginePool:
             source = await asyncio.to_thread(source.fetch_all)
         return self._cluster.share(source)
 
-    async def _prepare(self, member: Member, offer: Offer, copy: Any) -> None:
+    async def _prepare(self, member: EngineReplica, offer: Offer, copy: Any) -> None:
         if offer.is_home(member):
             await member.ask("engine.prepare_own", offer.version)
         else:
@@ -409,14 +409,16 @@ class EnginePool:
         """Ask every engine that is there."""
         return await self._gather({member: member.ask(method, *args) for member in self._present()})
 
-    async def _gather(self, calls: Mapping[Member, Coroutine[Any, Any, Any]], *, watched: str = "") -> dict[str, Any]:
+    async def _gather(
+        self, calls: Mapping[EngineReplica, Coroutine[Any, Any, Any]], *, watched: str = ""
+    ) -> dict[str, Any]:
         """Answers by name. The loss of an engine that the others can do without is no error. After any other error the
         calls that are open may wait for the engine that failed: they have a moment, or none when the pool breaks.
         `watched` says what ranks are at that the watchdog looks at meanwhile."""
         answers: dict[str, Any] = {}
         own: list[BaseException] = []  # no losses, as they came
 
-        async def one(member: Member, call: Coroutine[Any, Any, Any]) -> None:
+        async def one(member: EngineReplica, call: Coroutine[Any, Any, Any]) -> None:
             try:
                 answers[member.name] = await call
             except LOSSES as error:
@@ -444,7 +446,7 @@ class EnginePool:
             raise error
         return answers
 
-    async def _guard(self, watched: str, tasks: Mapping[Member, asyncio.Task[None]]) -> None:
+    async def _guard(self, watched: str, tasks: Mapping[EngineReplica, asyncio.Task[None]]) -> None:
         """Waits for: ranks that hang in a call; ended by whoever waits for the call."""
         calls = {member.name: task for member, task in tasks.items() if member.vital}
         if not watched or not calls:

@@ -13,14 +13,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal
 
-from gyre.cluster.health.heartbeat import Pulse
+from gyre.cluster.health.heartbeat import Heartbeat
 from gyre.cluster.worker.endpoints import POLL_S, News
 from gyre.cluster.worker.rpc import CALLS, HANGS, arrive, ask, read_stacks
 from gyre.core.contracts import WorkerHandle
 from gyre.core.records import Request
 
 
-class Member:
+class EngineReplica:
     """`on_news` gets what the engine told, `on_lost` why it is of no use any more; neither raises."""
 
     def __init__(
@@ -31,8 +31,8 @@ class Member:
         state: Literal["up", "fresh"],
         deadline_s: float,
         hang_s: float,
-        on_news: Callable[[Member, News], None],
-        on_lost: Callable[[Member, str], None],
+        on_news: Callable[[EngineReplica, News], None],
+        on_lost: Callable[[EngineReplica, str], None],
     ) -> None:
         self.name, self.handle, self.vital = handle.name, handle, vital
         self.state: Literal["up", "fresh", "lost"] = state
@@ -79,7 +79,7 @@ class Member:
 
     async def _poll(self) -> None:
         """Waits for: the engine's news, each time by a deadline. Ends when every request is answered."""
-        pulse, limit_s = Pulse((self.name,), time.monotonic()), POLL_S + self._hang_s
+        pulse, limit_s = Heartbeat((self.name,), time.monotonic()), POLL_S + self._hang_s
         while self.unanswered and self.state != "lost":
             try:
                 news = await ask(self.handle, "engine.poll", deadline_s=limit_s, key=HANGS, stacks=True)

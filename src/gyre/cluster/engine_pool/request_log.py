@@ -10,7 +10,7 @@ from gyre.core.chunks import as_partial, join_chunks
 from gyre.core.records import Partial, Request, TokenChunk
 
 
-class Book:
+class RequestLog:
     """One request's chunks so far, by completion. A caller that asked for one chunk at the end gets one chunk at the
     end, although the engine reports every `progress_tokens`."""
 

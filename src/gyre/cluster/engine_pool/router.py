@@ -1,4 +1,4 @@
-"""Desk: the pool's requests, from submit to their last chunk. In: Requests, engines' news. Out: streams; requests sent
+"""RequestRouter: the pool's requests, from submit to their last chunk. In: Requests, engines' news. Out: streams; requests sent
 to the engine with the least outstanding tokens, again from what has come when it is lost.
 
 A request that somebody has asked to end is never sent again: when its engine is lost before it said so, it ends here.
@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gyre.cluster.engine_pool.pool_stream import PoolStream
-from gyre.cluster.engine_pool.replica import Member
-from gyre.cluster.engine_pool.request_log import Book
+from gyre.cluster.engine_pool.replica import EngineReplica
+from gyre.cluster.engine_pool.request_log import RequestLog
 from gyre.cluster.engine_pool.routing import assign, cost_tokens
 from gyre.cluster.worker.endpoints import News
 from gyre.core.errors import DeadlineError
@@ -28,10 +28,10 @@ NO_ENGINE = "no engine takes work: none is started and has weights"
 class Live:
     """A request that is not answered wholly."""
 
-    book: Book
+    book: RequestLog
     stream: PoolStream
     submitted_s: float
-    member: Member | None = None  # None while it waits for an engine
+    member: EngineReplica | None = None  # None while it waits for an engine
     ending: tuple[Finish, str] | None = None  # how and why it was asked to end
     timer: asyncio.TimerHandle | None = None  # at its deadline
     gone: asyncio.Event = field(default_factory=asyncio.Event)  # answered wholly
@@ -41,16 +41,16 @@ class Live:
         return self.book.request.request_id
 
 
-class Desk:
+class RequestRouter:
     """`find_engines()` gives those that take work, or why requests wait or end."""
 
     def __init__(
         self,
-        find_engines: Callable[[], Sequence[Member] | BaseException | None],
+        find_engines: Callable[[], Sequence[EngineReplica] | BaseException | None],
         abort: Callable[[str], Awaitable[None]],
         *,
         surely: Callable[..., None],
-        on_broken: Callable[[Member, str], None],
+        on_broken: Callable[[EngineReplica, str], None],
         progress_tokens: int,
         emit: Callable[..., None],
     ) -> None:
@@ -86,7 +86,7 @@ class Desk:
             stream.end()
             return stream
         loop = asyncio.get_running_loop()
-        book = Book(request, progress_tokens=self._progress_tokens)
+        book = RequestLog(request, progress_tokens=self._progress_tokens)
         live = Live(book=book, stream=stream, submitted_s=loop.time())
         self._live[request.request_id] = live
         if request.deadline_s is not None:
@@ -117,7 +117,7 @@ class Desk:
         for name, batch in sends.items():
             up[name].send(batch)
 
-    def take_news(self, member: Member, news: News) -> None:
+    def take_news(self, member: EngineReplica, news: News) -> None:
         """Pass on what an engine told. One that is lost is not believed any more."""
         if member.state == "lost":
             return
@@ -137,7 +137,7 @@ class Desk:
                 self._forget(live)
                 live.stream.end()
 
-    def take_back(self, member: Member) -> list[Live]:
+    def take_back(self, member: EngineReplica) -> list[Live]:
         """Requests of an engine that is lost. Those that are not answered wholly and not asked to end are routed again
         from what has come of them; they are returned."""
         again = []
@@ -204,7 +204,7 @@ class Desk:
             self._emit("engine.deadline", request_id=live.request_id)
             self.end(live, "deadline", f"past its deadline of {live.book.request.deadline_s:g} s: no engine took it")
 
-    def _outstanding(self, up: Mapping[str, Member]) -> dict[str, int]:
+    def _outstanding(self, up: Mapping[str, EngineReplica]) -> dict[str, int]:
         outstanding = dict.fromkeys(up, 0)
         for live in self._live.values():
             if live.member is not None and up.get(live.member.name) is live.member:

@@ -13,7 +13,7 @@ class Beat:
     since_s: float  # when the count was first seen
 
 
-class Pulse:
+class Heartbeat:
     """Counts of several workers. One that does not answer has made no progress."""
 
     def __init__(self, names: tuple[str, ...], now_s: float) -> None:

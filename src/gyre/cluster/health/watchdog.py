@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from gyre.cluster.health.heartbeat import Pulse
+from gyre.cluster.health.heartbeat import Heartbeat
 from gyre.cluster.worker.rpc import HANGS, LOSSES, arrive, read_stacks
 from gyre.core.contracts import WorkerHandle
 from gyre.core.errors import RankError
@@ -72,7 +72,7 @@ class Watchdog:
     async def guard(self, what: str, calls: Mapping[str, asyncio.Future[Any]], patience: Patience) -> NoReturn:
         """Raise when the calls hang. Waits for: looks, each with a deadline."""
         began_s, looks = self._clock(), 0
-        work, answers = Pulse(tuple(calls), began_s), Pulse(tuple(calls), began_s)
+        work, answers = Heartbeat(tuple(calls), began_s), Heartbeat(tuple(calls), began_s)
         while True:
             await asyncio.sleep(self._look_s)
             counts, looks = await self._look(calls), looks + 1

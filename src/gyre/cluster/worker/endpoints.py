@@ -44,7 +44,7 @@ class News:
     progress: int  # grows while the engine works
 
 
-class TrainerSeat:
+class TrainerEndpoint:
     """One rank of the trainer. Every rank gets every call; the first one's answers stand for all."""
 
     def __init__(self, trainer: Any, *, rank: int, compute: Executor) -> None:
@@ -99,11 +99,11 @@ class TrainerSeat:
         return await asyncio.get_running_loop().run_in_executor(self._compute, work)
 
 
-class EngineSeat:
+class EngineEndpoint:
     """One engine. What it streams is kept until somebody polls."""
 
     def __init__(
-        self, engine: Any, *, trainer: TrainerSeat | None = None, ticks: Callable[[], int] = lambda: 0
+        self, engine: Any, *, trainer: TrainerEndpoint | None = None, ticks: Callable[[], int] = lambda: 0
     ) -> None:
         """`engine` is a RolloutEngine and an EngineLifecycle; `trainer` the rank in this process, if there is one.
         `ticks` grows within a step, so that a first one which compiles its kernels is seen to go on."""

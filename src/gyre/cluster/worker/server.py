@@ -28,7 +28,7 @@ class WorkerFault(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
+class CallFailure:
     """What a call raised."""
 
     error: GyreError | OSError | None  # as it was, when it is one that a user can act on
@@ -39,7 +39,7 @@ class Failure:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
     value: Any
-    failure: Failure | None
+    failure: CallFailure | None
     events: tuple[tuple[str, Mapping[str, Any]], ...]
 
 
@@ -69,7 +69,7 @@ class Context:
         return (*events, ("drop.worker_events", {"count": lost})) if lost else events
 
 
-class Host:
+class WorkerServer:
     """One worker's object, and how it is called."""
 
     def __init__(self, spec: RoleSpec) -> None:
@@ -103,7 +103,7 @@ class Host:
         try:
             value = await work()
         except Exception as error:  # noqa: BLE001  whatever it was, the caller hears of it
-            failure = Failure(
+            failure = CallFailure(
                 error=error if isinstance(error, GyreError) or is_disk_full(error) else None,
                 text=f"{type(error).__name__}: {error}",
                 trace=traceback.format_exc(),

@@ -18,7 +18,7 @@ PARTIAL_COLUMNS = {"tokens": WHOLE, "versions": WHOLE, "logprobs": "f", "raw_log
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class RequestLimits:
     """What bounds a single request."""
 
     vocab_size: int
@@ -58,7 +58,7 @@ def find_overload(request: Request, load: Load, most: Load) -> str | None:
     return None
 
 
-def find_refusal(request: Request, limits: Limits) -> str | None:
+def find_refusal(request: Request, limits: RequestLimits) -> str | None:
     """Return why the engine will not run this request, or None."""
     return (
         find_bad_sampling(
@@ -102,7 +102,7 @@ def _bad_fields(request: Request) -> str | None:
     return None
 
 
-def _bad_tokens(request: Request, limits: Limits) -> str | None:
+def _bad_tokens(request: Request, limits: RequestLimits) -> str | None:
     if len(request.tokens) == 0:
         return "an empty prompt: need at least one token"
     low, high = int(request.tokens.min()), int(request.tokens.max())
@@ -111,7 +111,7 @@ def _bad_tokens(request: Request, limits: Limits) -> str | None:
     return None
 
 
-def _bad_size(request: Request, limits: Limits) -> str | None:
+def _bad_size(request: Request, limits: RequestLimits) -> str | None:
     prompt, wanted = len(request.tokens), request.sampling.max_tokens
     if prompt >= limits.context_tokens:
         return (
@@ -132,7 +132,7 @@ def _bad_size(request: Request, limits: Limits) -> str | None:
     return None
 
 
-def _bad_partials(request: Request, limits: Limits) -> str | None:
+def _bad_partials(request: Request, limits: RequestLimits) -> str | None:
     seen: set[int] = set()
     for partial in request.partials:
         if not is_whole(partial.index) or not 0 <= partial.index < request.sampling.n or partial.index in seen:
@@ -143,7 +143,7 @@ def _bad_partials(request: Request, limits: Limits) -> str | None:
     return None
 
 
-def _bad_partial(partial: Partial, request: Request, limits: Limits) -> str | None:
+def _bad_partial(partial: Partial, request: Request, limits: RequestLimits) -> str | None:
     for name, kinds in PARTIAL_COLUMNS.items():
         if not _is_row(getattr(partial, name), kinds):
             return f"{name} is no one-dimensional array of {'whole numbers' if kinds == WHOLE else 'float numbers'}"
@@ -162,7 +162,7 @@ def _bad_partial(partial: Partial, request: Request, limits: Limits) -> str | No
     return None
 
 
-def _fits(support: Support, count: int, limits: Limits) -> bool:
+def _fits(support: Support, count: int, limits: RequestLimits) -> bool:
     offsets, ids = support.offsets, support.ids
     if not (_is_row(offsets, WHOLE) and _is_row(ids, WHOLE) and len(offsets) == count + 1):
         return False
@@ -171,7 +171,7 @@ def _fits(support: Support, count: int, limits: Limits) -> bool:
     return int(ids.min()) >= 0 and int(ids.max()) < limits.vocab_size
 
 
-def _unsupported(request: Request, limits: Limits) -> str | None:
+def _unsupported(request: Request, limits: RequestLimits) -> str | None:
     if request.grammar is not None:
         return "a grammar: this engine has no grammar support"
     if request.sampling.stop and not limits.can_decode:

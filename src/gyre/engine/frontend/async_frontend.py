@@ -45,7 +45,7 @@ class CycleBroke(EngineRefused):
         super().__init__(f"the engine failed: {failure}", hint="terminate and start it again")
 
 
-class Desk:
+class AsyncFrontend:
     """`burst(batch)` takes requests in, runs some steps and returns chunks; `blocked()` says why no step can run."""
 
     def __init__(

@@ -23,17 +23,17 @@ UNKNOWN = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class PromptSlice:
     """Entries that one step computed for one prompt."""
 
-    book: PromptBook
+    book: PromptLogprobStore
     first: int  # the first target
     logprobs: np.ndarray  # float32 [c]
     top_ids: np.ndarray  # int32 [c, at least K]
     top_logprobs: np.ndarray  # float32 [c, at least K]
 
 
-class PromptBook:
+class PromptLogprobStore:
     """What is known of the prompt of one completion that asks for it."""
 
     def __init__(self, num_tokens: int, best: int) -> None:
@@ -63,19 +63,19 @@ class PromptBook:
         first = max(start + 1, min(self.first_unknown, start + count + 1))
         return first, max(0, min(start + count + 1, self.num_tokens) - first)
 
-    def enter(self, piece: Piece, version: int) -> None:
+    def enter(self, piece: PromptSlice, version: int) -> None:
         span = slice(piece.first, piece.first + len(piece.logprobs))
         self._logprobs_P[span], self._versions_P[span] = piece.logprobs, version
         self._top_ids_PK[span] = piece.top_ids[:, : self.best]
         self._top_PK[span] = piece.top_logprobs[:, : self.best]
 
-    def under(self, version: int) -> PromptBook:
+    def under(self, version: int) -> PromptLogprobStore:
         """Return this book, or one without entries of other versions if it has any: their KV is computed again too. A
         copy, since siblings on the same prompt share a book and may go on with what it says."""
         foreign_P = (self._versions_P != version) & (self._versions_P != UNKNOWN)
         if not foreign_P.any():
             return self
-        made = PromptBook(self.num_tokens, self.best)
+        made = PromptLogprobStore(self.num_tokens, self.best)
         made._logprobs_P[:] = np.where(foreign_P, 0.0, self._logprobs_P)
         made._versions_P[:] = np.where(foreign_P, UNKNOWN, self._versions_P)
         made._top_ids_PK[:], made._top_PK[:] = self._top_ids_PK, self._top_PK
@@ -98,7 +98,7 @@ class PromptBook:
         first = block * len(scores.logprobs)
         skip = 1 if first == 0 else 0  # token 0 is never a target
         self.enter(
-            Piece(
+            PromptSlice(
                 book=self,
                 first=first + skip,
                 logprobs=scores.logprobs[skip:],
@@ -169,7 +169,9 @@ class ScoreStore:
             self.num_bytes -= scores.num_bytes
 
 
-def load_known(book: PromptBook, keys: Sequence[bytes], store: ScoreStore, page_tokens: int, version: int) -> None:
+def load_known(
+    book: PromptLogprobStore, keys: Sequence[bytes], store: ScoreStore, page_tokens: int, version: int
+) -> None:
     """Fill the book from the store, block by block from the first that it does not know, until one is missing. The
     keys are of this version, and so is the book."""
     for block in range(book.first_unknown // page_tokens, len(keys)):
@@ -189,7 +191,9 @@ class KnowsPages(Protocol):
     def knows(self, key: bytes) -> bool: ...
 
 
-def keep_known(book: PromptBook, keys: Sequence[bytes], cache: KnowsPages, page_tokens: int, version: int) -> None:
+def keep_known(
+    book: PromptLogprobStore, keys: Sequence[bytes], cache: KnowsPages, page_tokens: int, version: int
+) -> None:
     """Keep the book's entries of each whole block whose page is cached. The keys are of this version."""
     for block, key in enumerate(keys[: book.num_tokens // page_tokens]):
         if cache.knows(key) and cache.scores.find(key, book.best) is None:
@@ -198,7 +202,7 @@ def keep_known(book: PromptBook, keys: Sequence[bytes], cache: KnowsPages, page_
                 cache.scores.put(key, scores)
 
 
-def usable_pages(book: PromptBook, num_hits: int, page_tokens: int) -> int:
+def usable_pages(book: PromptLogprobStore, num_hits: int, page_tokens: int) -> int:
     """Return how many cached pages may be shared so that every unknown target is still computed: computing starts at
     page_tokens × pages and gives the targets after that token, so all up to it must be known."""
     if book.is_whole:

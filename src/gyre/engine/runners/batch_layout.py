@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gyre.engine.kv_cache.page_allocator import NULL_PAGE
-from gyre.engine.scheduler.slots import Rows
+from gyre.engine.scheduler.slots import InputBatch
 from gyre.engine.scheduler.step import Step
 
 BUCKET_SLACK = 4096  # padded query-key pairs worth less than the operations of one more bucket
@@ -23,7 +23,7 @@ BUCKET_WASTE = 0.3  # padded pairs per real one that a bucket may have beyond th
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bucket:
+class AttentionBucket:
     """Sequences attended to in one batched product, padded to the longest of them."""
 
     gather: np.ndarray  # int64 [2 · B · K · P], rows of the pool to read
@@ -55,10 +55,10 @@ class StepLayout:
         np.ndarray | None
     )  # int64, the token whose hidden state each sampling row continues; None for all, in order
     chunk_places_C: np.ndarray  # int64, where the first token of each of the step's chunks lies
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[AttentionBucket, ...]
 
 
-def lay_out(rows: Rows, step: Step, *, num_kv_heads: int) -> StepLayout:
+def lay_out(rows: InputBatch, step: Step, *, num_kv_heads: int) -> StepLayout:
     """Order the step's sequences into buckets and index everything they read and write."""
     num_decode = len(step.decode_rows)
     row_S = np.concatenate([step.decode_rows, np.asarray([c.row for c in step.chunks], dtype=np.int64)])
@@ -124,18 +124,18 @@ def _find_sources(step: Step, order_S: np.ndarray, last_S: np.ndarray) -> np.nda
 
 
 def _make_bucket(
-    rows: Rows,
+    rows: InputBatch,
     row_B: np.ndarray,
     start_B: np.ndarray,
     count_B: np.ndarray,
     num_pages: int,
     num_kv_heads: int,
     first_token: int,
-) -> Bucket:
+) -> AttentionBucket:
     held_BP = np.arange(num_pages) < rows.pages_R[row_B, None]
     page_BP = np.where(held_BP, rows.table_RP[row_B, :num_pages], NULL_PAGE).astype(np.int64)
     plane_2K = np.arange(2 * num_kv_heads).reshape(2, 1, num_kv_heads, 1)
-    return Bucket(
+    return AttentionBucket(
         gather=(page_BP[None, :, None, :] * (2 * num_kv_heads) + plane_2K).ravel(),
         batch=len(row_B),
         queries=int(count_B.max()),

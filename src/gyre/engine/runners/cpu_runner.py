@@ -13,20 +13,20 @@ from gyre.engine.kv_cache.pool import KvPool
 from gyre.engine.runners.cpu_step import CpuStep
 from gyre.engine.runners.torch_runner import TorchFlight
 from gyre.engine.sampling.prompt_scoring import find_targets, score
-from gyre.engine.sampling.sampler_state import RuleBook
+from gyre.engine.sampling.sampler_state import SamplerState
 from gyre.engine.scheduler.random import uniforms
-from gyre.engine.scheduler.slots import Rows
-from gyre.engine.scheduler.step import Flight, Sampled, Step
+from gyre.engine.scheduler.slots import InputBatch
+from gyre.engine.scheduler.step import Flight, SampledTokens, Step
 from gyre.models.decoder import Decoder
 
 
 class Landed:
     """A step whose results are on the host already."""
 
-    def __init__(self, sampled: Sampled) -> None:
+    def __init__(self, sampled: SampledTokens) -> None:
         self._sampled = sampled
 
-    def fetch(self) -> Sampled:
+    def fetch(self) -> SampledTokens:
         return self._sampled
 
 
@@ -38,10 +38,10 @@ class CpuRunner:
         self._step = CpuStep(decoder, pool)
         self.instructions = self._step.instructions
         self._rows_at_once = rows_at_once  # of logits, where prompts are scored
-        self._rules = RuleBook(decoder.spec.vocab_size, decoder.device, rows_at_once=rows_at_once)
+        self._rules = SamplerState(decoder.spec.vocab_size, decoder.device, rows_at_once=rows_at_once)
 
     @torch.inference_mode()
-    def launch(self, rows: Rows, step: Step) -> Flight:
+    def launch(self, rows: InputBatch, step: Step) -> Flight:
         row_N = step.sample_rows
         uniform_N = uniforms(rows.key_R[row_N], step.sample_positions - rows.prompt_R[row_N])
         targets = find_targets(rows, step, _places(step))
@@ -63,7 +63,7 @@ class CpuRunner:
         return Landed(_merge(by_rules, chosen.sampled, ruled_N))
 
 
-def _merge(by_rules: Sampled, plain: Sampled, ruled_N: np.ndarray) -> Sampled:
+def _merge(by_rules: SampledTokens, plain: SampledTokens, ruled_N: np.ndarray) -> SampledTokens:
     """Rows without rules keep what the kernels chose for them, so that no neighbour's rules change a bit of theirs."""
     return replace(
         by_rules,

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from gyre.engine.kv_cache.pool import KvPool
-from gyre.engine.scheduler.slots import Rows
-from gyre.engine.scheduler.step import Sampled, Step
+from gyre.engine.scheduler.slots import InputBatch
+from gyre.engine.scheduler.step import SampledTokens, Step
 from gyre.kernels.cpu.build import Unavailable
 from gyre.kernels.cpu.library import PARTS, CModel, CStep, DecoderLibrary, load_decoder
 from gyre.kernels.norm import rms_norm
@@ -39,10 +39,10 @@ def why_not_c(decoder: Decoder) -> str | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Chosen:
+class StepOutput:
     """What a step gave. The logits are overwritten by the next step."""
 
-    sampled: Sampled
+    sampled: SampledTokens
     logits_NV: Tensor
     hidden_QE: Tensor
 
@@ -70,15 +70,20 @@ class CpuStep:
         self._sizes = (0, 0, 0, 0)
         self._cosines, self._sines = self._tables(min(FIRST_POSITIONS, spec.context_tokens))
 
-    def logits(self, rows: Rows, step: Step) -> Tensor:
+    def logits(self, rows: InputBatch, step: Step) -> Tensor:
         """Run the step; return logits_NV, overwritten by the next step."""
         row_S, start_S, count_S, source_N = _sequences(rows, step)
         self._run(rows, (row_S, start_S, count_S), source_N, np.empty(0, np.int64))
         return self._last_logits(len(source_N))
 
     def choose(
-        self, rows: Rows, step: Step, inverse_N: np.ndarray, uniform_N: np.ndarray, place_Q: np.ndarray | None = None
-    ) -> Chosen:
+        self,
+        rows: InputBatch,
+        step: Step,
+        inverse_N: np.ndarray,
+        uniform_N: np.ndarray,
+        place_Q: np.ndarray | None = None,
+    ) -> StepOutput:
         """Run the step and choose a token per row: greedy where inverse_N (1 / temperature, float32) is 0. With
         place_Q, also give the hidden states of these tokens of the step."""
         row_S, start_S, count_S, source_N = _sequences(rows, step)
@@ -90,8 +95,8 @@ class CpuStep:
         record.inverse_N, record.uniform_N = _at(inverse_N), _at(uniform_N)
         record.token_N, record.logprob_N, record.raw_N = _at(token_N), _at(logprob_N), _at(raw_N)
         residual_QE = self._run(rows, (row_S, start_S, count_S), source_N, place_Q, chooses=True)
-        return Chosen(
-            sampled=Sampled(tokens=token_N, logprobs=logprob_N, raw_logprobs=raw_N, supports={}),
+        return StepOutput(
+            sampled=SampledTokens(tokens=token_N, logprobs=logprob_N, raw_logprobs=raw_N, supports={}),
             logits_NV=self._last_logits(num_samples),
             hidden_QE=rms_norm(residual_QE.to(decoder.dtype), decoder.final_norm.weight, decoder.spec.norm_eps),
         )
@@ -101,7 +106,7 @@ class CpuStep:
 
     def _run(
         self,
-        rows: Rows,
+        rows: InputBatch,
         sequences: tuple[np.ndarray, np.ndarray, np.ndarray],
         source_N: np.ndarray,
         place_Q: np.ndarray,
@@ -160,7 +165,7 @@ def list_parts(decoder: Decoder) -> list[Tensor | None]:
     return [named.get(f"layers.{i}.{name}") for i in range(decoder.spec.num_layers) for name in names]
 
 
-def _sequences(rows: Rows, step: Step) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def _sequences(rows: InputBatch, step: Step) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Row, first position and number of tokens of each sequence; and the token that each sampling row continues."""
     decode = step.decode_rows
     if not step.chunks:

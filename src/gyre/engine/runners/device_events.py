@@ -1,4 +1,4 @@
-"""Arrival: waits for the device that end. In: an event behind what was queued, a deadline. Out: nothing, or an error
+"""ResultEvent: waits for the device that end. In: an event behind what was queued, a deadline. Out: nothing, or an error
 that names what was awaited.
 
 A device that hangs cannot be made to stop from here; the error at least frees the thread and says which step it was.
@@ -47,7 +47,7 @@ def wait_for(
         nap(0.0 if waited_s < SPIN_S else NAP_S)  # 0: other threads of this process may run between two questions
 
 
-class Arrival:
+class ResultEvent:
     """When a step's results are on the host."""
 
     def __init__(self, step: Step, deadline_s: float) -> None:

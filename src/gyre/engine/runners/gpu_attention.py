@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gyre.engine.kv_cache.pool import KvPool
 from gyre.engine.runners.gpu_work import cut_tiles, most_pieces
-from gyre.engine.scheduler.step import Chunk
+from gyre.engine.scheduler.step import PrefillChunk
 from gyre.kernels.gpu.decode_attention import PROGRAMS_PER_SM, DecodeScratch, DecodeWork, decode_attention
 from gyre.kernels.gpu.flash4 import HEAD_DIMS, Flash4, find_flash4
 from gyre.kernels.gpu.flash4 import PAGE_TOKENS as FLASH4_PAGE
@@ -39,7 +39,7 @@ class ChunkArrays:
     first_C: np.ndarray
 
     @staticmethod
-    def of(chunks: tuple[Chunk, ...], num_decode: int) -> ChunkArrays:
+    def of(chunks: tuple[PrefillChunk, ...], num_decode: int) -> ChunkArrays:
         count_C = np.asarray([chunk.count for chunk in chunks], dtype=np.int64)
         return ChunkArrays(
             row_C=np.asarray([chunk.row for chunk in chunks], dtype=np.int64),

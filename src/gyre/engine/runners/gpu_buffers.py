@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from gyre.engine.runners.device_events import wait_for
-from gyre.engine.scheduler.slots import Rows
+from gyre.engine.scheduler.slots import InputBatch
 
 ALIGN_BYTES = 16
 TORCH_OF = {"int32": torch.int32, "float32": torch.float32, "float64": torch.float64}
 
 
-class Staging:
+class MirroredBuffer:
     """Named arrays in one device buffer, with pinned mirrors. The last array may be sent in part."""
 
     def __init__(
@@ -70,7 +70,7 @@ class DeviceRows:
         self._tenure_R = np.full(max_running, -1, dtype=np.int64)  # whose pages are entered
         self._entered_R = np.zeros(max_running, dtype=np.int64)  # how many
 
-    def new_entries(self, rows: Rows, row_S: np.ndarray) -> np.ndarray:
+    def new_entries(self, rows: InputBatch, row_S: np.ndarray) -> np.ndarray:
         """Return int32 [3, N]: (row, column, page) of the table that these distinct rows need and the device lacks.
         They count as entered from now on."""
         changed_S = rows.tenure_R[row_S] != self._tenure_R[row_S]

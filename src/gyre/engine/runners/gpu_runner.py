@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 
 from gyre.engine.kv_cache.pool import KvPool, to_device
-from gyre.engine.runners.device_events import Arrival
+from gyre.engine.runners.device_events import ResultEvent
 from gyre.engine.runners.gpu_attention import ChunkArrays, GpuAttention
-from gyre.engine.runners.gpu_buffers import DeviceRows, Staging
+from gyre.engine.runners.gpu_buffers import DeviceRows, MirroredBuffer
 from gyre.engine.runners.gpu_work import plan_graph_batches, plan_piece
 from gyre.engine.runners.torch_runner import TorchFlight
 from gyre.engine.sampling.prompt_scoring import Scores, find_targets, score
-from gyre.engine.sampling.sampler_state import RuleBook
+from gyre.engine.sampling.sampler_state import SamplerState
 from gyre.engine.scheduler.random import uniforms
-from gyre.engine.scheduler.slots import Rows
-from gyre.engine.scheduler.step import Flight, Sampled, Step
+from gyre.engine.scheduler.slots import InputBatch
+from gyre.engine.scheduler.step import Flight, SampledTokens, Step
 from gyre.kernels.gpu.decode_attention import DecodeWork
 from gyre.kernels.gpu.matmul import TILES
 from gyre.kernels.gpu.pointwise import enter_pages
@@ -41,13 +41,13 @@ OUT_SLOTS = 4  # results that may be on their way at once
 class GpuFlight:
     """A launched step whose tokens are copied to `host_3B` (int32 bits) by its arrival."""
 
-    def __init__(self, host_3B: Tensor, count: int, arrival: Arrival) -> None:
+    def __init__(self, host_3B: Tensor, count: int, arrival: ResultEvent) -> None:
         self._host_3B, self._count, self._arrival = host_3B, count, arrival
 
-    def fetch(self) -> Sampled:
+    def fetch(self) -> SampledTokens:
         self._arrival.wait()
         result = self._host_3B[:, : self._count].numpy()
-        return Sampled(
+        return SampledTokens(
             tokens=result[0].copy(),
             logprobs=result[1].view(np.float32).copy(),
             raw_logprobs=result[2].view(np.float32).copy(),
@@ -99,14 +99,16 @@ class GpuRunner:
             "first": ("int32", max_running),
             "size": ("int32", 2),
         }
-        self._staging = Staging({**choosing, "tail": ("int32", items + entries)}, self.device, deadline_s=deadline_s)
+        self._staging = MirroredBuffer(
+            {**choosing, "tail": ("int32", items + entries)}, self.device, deadline_s=deadline_s
+        )
         tokens = dict.fromkeys(("token_t", "position_t", "row_t"), ("int32", token_budget))
-        self._mixed = Staging({**tokens, "source": ("int32", max_running)}, self.device, deadline_s=deadline_s)
+        self._mixed = MirroredBuffer({**tokens, "source": ("int32", max_running)}, self.device, deadline_s=deadline_s)
         self._sampling = SampleScratch.make(max_running, spec.vocab_size, self.device)
         self._out_3B = torch.zeros(3, max_running, dtype=torch.int32, device=self.device)
         self._out_host = [torch.zeros(3, max_running, dtype=torch.int32, pin_memory=True) for _ in range(OUT_SLOTS)]
         self._turn = 0
-        self._rules = RuleBook(spec.vocab_size, self.device, rows_at_once=rows_at_once)
+        self._rules = SamplerState(spec.vocab_size, self.device, rows_at_once=rows_at_once)
         self._rows_at_once = rows_at_once  # of logits, where prompts are scored
         self._batches = plan_graph_batches(max_running)
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
@@ -119,7 +121,7 @@ class GpuRunner:
     # -- steps
 
     @torch.inference_mode()
-    def launch(self, rows: Rows, step: Step) -> Flight:
+    def launch(self, rows: InputBatch, step: Step) -> Flight:
         """Send the step to the device and return at once."""
         self._check_addresses()
         if len(step.restored_rows):
@@ -135,7 +137,7 @@ class GpuRunner:
             self.pool.copy_pages(step.copies)
         if logits_NV is not None and (scores is not None or not plain):
             return self._choose_by_rules(rows, step, logits_NV, scores, ruled_N)
-        arrival = Arrival(step, self._deadline_s)
+        arrival = ResultEvent(step, self._deadline_s)
         if logits_NV is not None:
             self._sample(logits_NV, len(row_N))
         if len(row_N) == 0:
@@ -143,7 +145,7 @@ class GpuRunner:
         return self._bring_out(len(row_N), arrival)
 
     def _choose_by_rules(
-        self, rows: Rows, step: Step, logits_NV: Tensor, scores: Scores | None, ruled_N: np.ndarray
+        self, rows: InputBatch, step: Step, logits_NV: Tensor, scores: Scores | None, ruled_N: np.ndarray
     ) -> Flight:
         """Choose outside the graphs: rows truncate, are shaped, or tell alternatives; or prompts are scored beside.
         Rows without rules keep what the kernel chooses, so that no neighbour's rules change a bit of theirs."""
@@ -160,9 +162,9 @@ class GpuRunner:
             logprobs_N=torch.where(asks_N, choice.logprobs_N.double(), logprobs_2N[0].double()),
             raw_logprobs_N=torch.where(asks_N, choice.raw_logprobs_N.float(), logprobs_2N[1]),
         )
-        return TorchFlight(merged, rules, scores, Arrival(step, self._deadline_s))
+        return TorchFlight(merged, rules, scores, ResultEvent(step, self._deadline_s))
 
-    def _restore(self, rows: Rows, step: Step) -> None:
+    def _restore(self, rows: InputBatch, step: Step) -> None:
         """Rows that start decoding with a token that the device has not chosen: it comes from the host."""
         row_S = step.restored_rows
         token_S = rows.tokens_RW[row_S, rows.computed_R[row_S]].astype(np.int32)
@@ -170,7 +172,7 @@ class GpuRunner:
         row, token = pairs_2S.to(self.device, non_blocking=True)
         self._rows.last_R.index_copy_(0, row, token.int())
 
-    def _replay(self, rows: Rows, step: Step, plain: bool) -> Tensor | None:
+    def _replay(self, rows: InputBatch, step: Step, plain: bool) -> Tensor | None:
         """Decode by graph. Returns the logits when sampling is left to do."""
         count = len(step.decode_rows)
         size = next(size for size in self._batches if size >= count)
@@ -180,7 +182,7 @@ class GpuRunner:
         self._graphs[size, plain].replay()
         return None if plain else self._logits_NV[:count]
 
-    def _stage_decode(self, rows: Rows, step: Step, size: int) -> None:
+    def _stage_decode(self, rows: InputBatch, step: Step, size: int) -> None:
         """Write and send what a step needs besides its prompt chunks. `size` places, the last ones padding."""
         views, row_B, row_N = self._staging.begin(), step.decode_rows, step.sample_rows  # the first B of N are row_B
         count, position_B = len(row_B), rows.computed_R[row_B]
@@ -203,7 +205,7 @@ class GpuRunner:
             entered = self._staging.on_device["tail"][begin : begin + entries_3N.size]
             enter_pages(self._rows.table_RP, entered.view(3, -1))
 
-    def _stage_choosing(self, views: dict[str, np.ndarray], rows: Rows, step: Step, size: int) -> None:
+    def _stage_choosing(self, views: dict[str, np.ndarray], rows: InputBatch, step: Step, size: int) -> None:
         row_N, position_N = step.sample_rows, step.sample_positions
         count = len(row_N)
         temperature_N = rows.temperature_R[row_N]
@@ -213,7 +215,7 @@ class GpuRunner:
         views["uniform"][:count] = uniforms(rows.key_R[row_N], position_N - rows.prompt_R[row_N])
         views["inverse"][count:size], views["uniform"][count:size] = 1.0, 0.0
 
-    def _run_mixed(self, rows: Rows, step: Step) -> tuple[Tensor | None, Scores | None]:
+    def _run_mixed(self, rows: InputBatch, step: Step) -> tuple[Tensor | None, Scores | None]:
         """Run a step with prompt chunks. Returns logits_NV of the rows that choose, or None when none does; and the
         log-probs of prompts that want them."""
         num_decode, num_rows = len(step.decode_rows), len(step.sample_rows)
@@ -234,7 +236,7 @@ class GpuRunner:
             scores = score(targets, x_NE[num_rows:], self._forward.logits, rows_at_once=self._rows_at_once)
         return self._forward.logits(x_NE[:num_rows]) if num_rows else None, scores
 
-    def _stage_mixed(self, rows: Rows, step: Step, chunks: ChunkArrays) -> int:
+    def _stage_mixed(self, rows: InputBatch, step: Step, chunks: ChunkArrays) -> int:
         """Write and send the tokens. Returns how many there are."""
         views, row_B, num_decode = self._mixed.begin(), step.decode_rows, len(step.decode_rows)
         row_T, position_T = chunks.rows_and_positions()
@@ -287,7 +289,7 @@ class GpuRunner:
             self._out_3B[1:].view(torch.float32),
         )
 
-    def _bring_out(self, count: int, arrival: Arrival) -> Flight:
+    def _bring_out(self, count: int, arrival: ResultEvent) -> Flight:
         self._turn = (self._turn + 1) % OUT_SLOTS
         host_3B = self._out_host[self._turn]
         host_3B.copy_(self._out_3B, non_blocking=True)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gyre.engine.kv_cache.pool import KvPool, to_device
-from gyre.engine.runners.batch_layout import Bucket, StepLayout
+from gyre.engine.runners.batch_layout import AttentionBucket, StepLayout
 
 FUSED_QUERIES = 128  # from this many queries per sequence the scores are not held but fused
 
@@ -27,7 +27,7 @@ FUSED_QUERIES = 128  # from this many queries per sequence the scores are not he
 class BucketPlan:
     """One bucket's tensors, the same for every layer."""
 
-    bucket: Bucket
+    bucket: AttentionBucket
     gather: Tensor  # int64
     pad_BQ: (
         Tensor | None
@@ -38,7 +38,7 @@ class BucketPlan:
 
 
 def plan_bucket(
-    bucket: Bucket,
+    bucket: AttentionBucket,
     *,
     group: int,
     num_kv_heads: int,
@@ -67,7 +67,7 @@ def plan_bucket(
 
 
 def _make_mask(
-    bucket: Bucket, group: int, num_kv_heads: int, device: torch.device, dtype: torch.dtype, window: int | None
+    bucket: AttentionBucket, group: int, num_kv_heads: int, device: torch.device, dtype: torch.dtype, window: int | None
 ) -> Tensor | None:
     """0 where a query may look, -inf where not. Padded queries see what their place implies; nobody reads them."""
     fused = is_fused(bucket)
@@ -88,7 +88,7 @@ def _make_mask(
     return wide.reshape(bucket.batch * num_kv_heads, group * bucket.queries, bucket.keys)
 
 
-def is_fused(bucket: Bucket) -> bool:
+def is_fused(bucket: AttentionBucket) -> bool:
     return bucket.queries >= FUSED_QUERIES
 
 

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from gyre.engine.kv_cache.pool import KvPool, to_device
 from gyre.engine.runners.batch_layout import StepLayout, lay_out
-from gyre.engine.runners.device_events import Arrival
+from gyre.engine.runners.device_events import ResultEvent
 from gyre.engine.runners.torch_attention import make_attend
 from gyre.engine.sampling.prompt_scoring import Scores, pieces_of, score_prompts
-from gyre.engine.sampling.sampler import Choice, Rules
-from gyre.engine.sampling.sampler_state import RuleBook
+from gyre.engine.sampling.sampler import Rules, SamplerOutput
+from gyre.engine.sampling.sampler_state import SamplerState
 from gyre.engine.scheduler.random import uniforms
-from gyre.engine.scheduler.slots import Rows
-from gyre.engine.scheduler.step import Sampled, Step
+from gyre.engine.scheduler.slots import InputBatch
+from gyre.engine.scheduler.step import SampledTokens, Step
 from gyre.models.decoder import Decoder
 
 
@@ -29,7 +29,11 @@ class TorchFlight:
     """Results on their way to pinned host memory; on a CPU they are there already, and need no arrival."""
 
     def __init__(
-        self, choice: Choice | None, rules: Rules | None, scores: Scores | None, arrival: Arrival | None = None
+        self,
+        choice: SamplerOutput | None,
+        rules: Rules | None,
+        scores: Scores | None,
+        arrival: ResultEvent | None = None,
     ) -> None:
         self._choice, self._rules, self._scores, self._arrival = choice, rules, scores, arrival
         self._packed_3N: Tensor | None = None
@@ -52,7 +56,7 @@ class TorchFlight:
             self._arrival.mark()
         return there
 
-    def fetch(self) -> Sampled:
+    def fetch(self) -> SampledTokens:
         """One wait, and two transfers more when there are truncation sets."""
         if self._arrival is not None:
             self._arrival.wait()
@@ -61,9 +65,11 @@ class TorchFlight:
             pieces = pieces_of(self._scores, self._scored.numpy())
         if self._choice is None or self._rules is None or self._packed_3N is None:
             none = np.empty(0, np.float32)
-            return Sampled(tokens=none.astype(np.int32), logprobs=none, raw_logprobs=none, supports={}, pieces=pieces)
+            return SampledTokens(
+                tokens=none.astype(np.int32), logprobs=none, raw_logprobs=none, supports={}, pieces=pieces
+            )
         tokens, logprobs, raw = self._packed_3N.numpy()
-        return Sampled(
+        return SampledTokens(
             tokens=tokens.astype(np.int32),
             logprobs=logprobs.astype(np.float32),
             raw_logprobs=raw.astype(np.float32),
@@ -72,7 +78,7 @@ class TorchFlight:
             pieces=pieces,
         )
 
-    def _fetch_supports(self, choice: Choice, rules: Rules) -> dict[int, np.ndarray]:
+    def _fetch_supports(self, choice: SamplerOutput, rules: Rules) -> dict[int, np.ndarray]:
         if choice.kept_MV is None:
             return {}
         if self._arrival is not None:  # the transfers wait for what was launched since
@@ -101,13 +107,13 @@ class Runner:
         self._deadline_s = deadline_s  # of a step
         self._rows_at_once = rows_at_once  # of logits, where prompts, alternatives or penalties need more than one
         self.last_token_R = torch.zeros(max_running, dtype=torch.int64, device=device)
-        self._rules = RuleBook(decoder.spec.vocab_size, device, rows_at_once=rows_at_once)
+        self._rules = SamplerState(decoder.spec.vocab_size, device, rows_at_once=rows_at_once)
 
     @torch.inference_mode()
-    def launch(self, rows: Rows, step: Step) -> TorchFlight:
+    def launch(self, rows: InputBatch, step: Step) -> TorchFlight:
         """Forward pass, choice of one token for each sampling row, page copies."""
         spec = self.decoder.spec
-        arrival = Arrival(step, self._deadline_s) if self.device.type == "cuda" else None
+        arrival = ResultEvent(step, self._deadline_s) if self.device.type == "cuda" else None
         layout = lay_out(rows, step, num_kv_heads=spec.num_kv_heads)
         attend = make_attend(
             self.pool,
@@ -140,7 +146,7 @@ class Runner:
         self.last_token_R.index_copy_(0, to_device(step.sample_rows, self.device), choice.tokens_N)
         return TorchFlight(choice, rules, scores, arrival)
 
-    def _input_tokens(self, rows: Rows, step: Step, layout: StepLayout) -> Tensor:
+    def _input_tokens(self, rows: InputBatch, step: Step, layout: StepLayout) -> Tensor:
         """Known tokens from the host; decoding rows' from the last choice, which only the device may know yet."""
         tokens_T = to_device(layout.tokens_T, self.device)
         num_decode = len(step.decode_rows)

@@ -20,7 +20,7 @@ from gyre.core.records import Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Pairs:
+class LogitEntries:
     """Places in [M, V], each once, and a number for each."""
 
     rows_B: Tensor  # int64
@@ -33,8 +33,8 @@ class Shaping:
     """What the asking rows ask; made once and used while the rows stay the same."""
 
     places_M: Tensor  # int64, which of the N rows
-    bans: Pairs | None  # stop ids, and the number of tokens before which each is banned
-    bias: Pairs | None
+    bans: LogitEntries | None  # stop ids, and the number of tokens before which each is banned
+    bias: LogitEntries | None
     back_places: tuple[int, ...]  # which of the N rows look back
     back_L: Tensor | None  # int64, which of the M rows they are
     repetition_L1: Tensor | None  # float32, of those rows
@@ -63,12 +63,12 @@ def make_shaping(
     bans = [(m, token, s.min_tokens) for m, (s, stops) in enumerate(asks) if s.min_tokens for token in stops]
     bias = [(m, token, value) for m, (s, _) in enumerate(asks) for token, value in s.logit_bias]
 
-    def pairs(found: Sequence[tuple[int, int, float]], dtype: torch.dtype) -> Pairs | None:
+    def pairs(found: Sequence[tuple[int, int, float]], dtype: torch.dtype) -> LogitEntries | None:
         if not found:
             return None
         rows, ids, numbers = zip(*found, strict=True)
         made = torch.tensor([rows, ids], device=device)
-        return Pairs(rows_B=made[0], ids_B=made[1], numbers_B=torch.tensor(numbers, dtype=dtype, device=device))
+        return LogitEntries(rows_B=made[0], ids_B=made[1], numbers_B=torch.tensor(numbers, dtype=dtype, device=device))
 
     def column(name: str) -> Tensor | None:
         values = [getattr(asks[m][0], name) for m in back]

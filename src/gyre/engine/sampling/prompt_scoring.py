@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from gyre.engine.kv_cache.pool import to_device
-from gyre.engine.kv_cache.prompt_logprobs import Piece, PromptBook
+from gyre.engine.kv_cache.prompt_logprobs import PromptLogprobStore, PromptSlice
 from gyre.engine.sampling.logprobs import score_targets
-from gyre.engine.scheduler.slots import Rows
+from gyre.engine.scheduler.slots import InputBatch
 from gyre.engine.scheduler.step import Step
 
 
@@ -24,7 +24,7 @@ from gyre.engine.scheduler.step import Step
 class Scores:
     """Which targets were scored, and their numbers on the device."""
 
-    spans: tuple[tuple[PromptBook, int, int], ...]  # book, first target, targets
+    spans: tuple[tuple[PromptLogprobStore, int, int], ...]  # book, first target, targets
     numbers: Tensor  # float64 [Q, 1 + 2K]: own log-prob, ids of the best, their log-probs
 
 
@@ -32,12 +32,12 @@ class Scores:
 class Targets:
     """Prompt tokens to score in one step."""
 
-    spans: tuple[tuple[PromptBook, int, int], ...]
+    spans: tuple[tuple[PromptLogprobStore, int, int], ...]
     place_Q: np.ndarray  # int64, the token of the step whose hidden state each target follows
     token_Q: np.ndarray  # int64
 
 
-def find_targets(rows: Rows, step: Step, place_C: np.ndarray) -> Targets | None:
+def find_targets(rows: InputBatch, step: Step, place_C: np.ndarray) -> Targets | None:
     """Return the targets that the step's chunks give and nobody knows yet. place_C: where each chunk's first token lies
     in the step. None when no chunk's prompt asks."""
     spans, places, tokens = [], [], []
@@ -70,7 +70,7 @@ def score(targets: Targets, hidden_QE: Tensor, project: Callable[[Tensor], Tenso
 
 
 def score_prompts(
-    rows: Rows,
+    rows: InputBatch,
     step: Step,
     place_C: np.ndarray,
     hidden_TE: Tensor,
@@ -86,7 +86,7 @@ def score_prompts(
     return score(targets, hidden_QE, project, rows_at_once=rows_at_once)
 
 
-def pieces_of(scores: Scores, numbers: np.ndarray) -> tuple[Piece, ...]:
+def pieces_of(scores: Scores, numbers: np.ndarray) -> tuple[PromptSlice, ...]:
     """Cut the numbers, now on the host, into pieces for their books."""
     best = (numbers.shape[1] - 1) // 2
     pieces, at = [], 0
@@ -94,7 +94,7 @@ def pieces_of(scores: Scores, numbers: np.ndarray) -> tuple[Piece, ...]:
         part = numbers[at : at + count]
         at += count
         pieces.append(
-            Piece(
+            PromptSlice(
                 book=book,
                 first=first,
                 logprobs=part[:, 0].astype(np.float32),

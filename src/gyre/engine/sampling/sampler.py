@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gyre.engine.sampling.logits_processors import Past, Shaping, shape_logits
 from gyre.engine.sampling.logprobs import Best, find_best, raw_logprob
-from gyre.engine.sampling.truncation import Cut, make_cut, truncate
+from gyre.engine.sampling.truncation import TruncationLimits, make_cut, truncate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -36,7 +36,7 @@ class Rules:
     inverse_temperature_N1: Tensor | None  # float32; None when all are 1
     truncated_M: Tensor | None  # int64 places of rows that truncate; None when none does
     truncated_places: tuple[int, ...]  # the same on the host
-    cut: Cut | None  # of these rows
+    cut: TruncationLimits | None  # of these rows
     shaping: Shaping | None  # None when no row asks
     told_A: Tensor | None  # int64 places of rows that ask for alternatives; None when none does
     told_places: tuple[int, ...]
@@ -45,7 +45,7 @@ class Rules:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Choice:
+class SamplerOutput:
     """What was chosen, still on the device."""
 
     tokens_N: Tensor  # int64
@@ -95,7 +95,7 @@ def make_rules(
 
 def choose(
     logits_NV: Tensor, rules: Rules, uniform_N: Tensor, *, chosen_N: Tensor | None = None, past: Past | None = None
-) -> Choice:
+) -> SamplerOutput:
     """Choose one token per row. logits are float32, uniforms float64 in [0, 1). Where rows ask for shaping, chosen_N is
     how many tokens each has chosen before and `past` what those that look back know."""
     best = None
@@ -111,7 +111,7 @@ def choose(
     tokens_N, logprobs_N, kept_MV = _choose_shaped(shaped_NV, rules, uniform_N)
     plain = rules.inverse_temperature_N1 is None and shaped_NV is logits_NV and kept_MV is None
     raw_N = logprobs_N if plain and rules.greedy_N is None else raw_logprob(logits_NV, tokens_N)
-    return Choice(tokens_N=tokens_N, logprobs_N=logprobs_N, raw_logprobs_N=raw_N, kept_MV=kept_MV, best=best)
+    return SamplerOutput(tokens_N=tokens_N, logprobs_N=logprobs_N, raw_logprobs_N=raw_N, kept_MV=kept_MV, best=best)
 
 
 def _choose_shaped(shaped_NV: Tensor, rules: Rules, uniform_N: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:

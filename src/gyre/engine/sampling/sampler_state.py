@@ -12,13 +12,13 @@ from torch import Tensor
 
 from gyre.engine.kv_cache.pool import to_device
 from gyre.engine.sampling.logits_processors import Past, Shaping, make_shaping
-from gyre.engine.sampling.sampler import Choice, Rules, choose, make_rules
+from gyre.engine.sampling.sampler import Rules, SamplerOutput, choose, make_rules
 from gyre.engine.sampling.token_history import History
-from gyre.engine.scheduler.slots import Rows
+from gyre.engine.scheduler.slots import InputBatch
 from gyre.engine.scheduler.step import Step
 
 
-class RuleBook:
+class SamplerState:
     """Keeps the last Rules, and the token histories of rows whose rules look back."""
 
     def __init__(self, vocab_size: int, device: torch.device, *, rows_at_once: int) -> None:
@@ -29,7 +29,7 @@ class RuleBook:
         self._rules: Rules | None = None
         self._rules_of: tuple[int, bytes] | None = None  # row revision and rows that the rules were made for
 
-    def choose(self, logits_NV: Tensor, rows: Rows, step: Step, uniform_N: Tensor) -> tuple[Choice, Rules]:
+    def choose(self, logits_NV: Tensor, rows: InputBatch, step: Step, uniform_N: Tensor) -> tuple[SamplerOutput, Rules]:
         """Choose one token for each sampling row; logits are float32. Rows that look back remember what they chose."""
         rules = self._rules_for(rows, step.sample_rows)
         shaping = rules.shaping
@@ -51,7 +51,7 @@ class RuleBook:
         self._history.append(self._back_slots, length_L, tokens_L)
         return choice, rules
 
-    def _rules_for(self, rows: Rows, rows_N: np.ndarray) -> Rules:
+    def _rules_for(self, rows: InputBatch, rows_N: np.ndarray) -> Rules:
         wanted = (rows.revision, rows_N.tobytes())
         if self._rules is None or self._rules_of != wanted:
             self._rules_of = wanted
@@ -70,7 +70,7 @@ class RuleBook:
             )
         return self._rules
 
-    def _shaping_for(self, rows: Rows, rows_N: np.ndarray) -> Shaping | None:
+    def _shaping_for(self, rows: InputBatch, rows_N: np.ndarray) -> Shaping | None:
         self._back_slots = None
         places = np.flatnonzero(rows.shaped_R[rows_N]).tolist()
         if not places:

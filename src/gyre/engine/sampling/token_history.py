@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gyre.engine.scheduler.slots import Rows
+from gyre.engine.scheduler.slots import InputBatch
 
 
 class History:
@@ -23,7 +23,7 @@ class History:
         self._free: list[int] = []
         self._ids_SW = torch.zeros((0, 0), dtype=torch.int32, device=device)
 
-    def slots(self, rows: Rows, rows_M: np.ndarray) -> Tensor:
+    def slots(self, rows: InputBatch, rows_M: np.ndarray) -> Tensor:
         """Return slots_M; rows that were taken since they were last here are loaded with what they know."""
         for row in [row for row, (_, stay) in self._slot_of.items() if rows.tenure_R[row] != stay]:
             self._free.append(self._slot_of.pop(row)[0])

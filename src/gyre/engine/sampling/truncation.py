@@ -31,7 +31,7 @@ BYTES_EACH = 48
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Cut:
+class TruncationLimits:
     """The limits of rows that truncate, on the device. A limit that no row has is None."""
 
     top_k_M1: Tensor | None  # int64, the vocabulary size where off
@@ -42,14 +42,14 @@ class Cut:
 
 def make_cut(
     top_k_M: np.ndarray, top_p_M: np.ndarray, min_p_M: np.ndarray, *, vocab_size: int, device: torch.device
-) -> Cut:
+) -> TruncationLimits:
     """Gather the limits of truncating rows. top_k 0, top_p 1 and min_p 0 are off."""
 
     def column(values_M: np.ndarray, on: bool) -> Tensor | None:
         return torch.tensor(values_M, device=device)[:, None] if on else None
 
     whole_M = np.where(top_k_M > 0, np.minimum(top_k_M, vocab_size), vocab_size)
-    return Cut(
+    return TruncationLimits(
         top_k_M1=column(whole_M, bool((whole_M < vocab_size).any())),
         top_p_M1=column(top_p_M, bool((top_p_M < 1.0).any())),
         min_p_M1=column(min_p_M, bool((min_p_M > 0.0).any())),
@@ -62,7 +62,7 @@ def _first_candidates(top_k_M: np.ndarray, vocab_size: int) -> int:
     return min(vocab_size, largest if (top_k_M > 0).all() else max(largest, MIN_CANDIDATES))
 
 
-def truncate(scaled_MV: Tensor, cut: Cut) -> Tensor:
+def truncate(scaled_MV: Tensor, cut: TruncationLimits) -> Tensor:
     """Return kept_MV (bool), by the way that suits the device."""
     assert scaled_MV.shape[-1] <= 2**19, scaled_MV.shape
     if not scaled_MV.is_cuda:
@@ -72,13 +72,13 @@ def truncate(scaled_MV: Tensor, cut: Cut) -> Tensor:
     return kept[0] if len(kept) == 1 else torch.cat(kept)
 
 
-def _part(cut: Cut, start: int, count: int) -> Cut:
+def _part(cut: TruncationLimits, start: int, count: int) -> TruncationLimits:
     columns = (cut.top_k_M1, cut.top_p_M1, cut.min_p_M1)
     top_k, top_p, min_p = (None if column is None else column[start : start + count] for column in columns)
-    return Cut(top_k_M1=top_k, top_p_M1=top_p, min_p_M1=min_p, candidates=cut.candidates)
+    return TruncationLimits(top_k_M1=top_k, top_p_M1=top_p, min_p_M1=min_p, candidates=cut.candidates)
 
 
-def keep_by_candidates(scaled_MV: Tensor, cut: Cut) -> Tensor:
+def keep_by_candidates(scaled_MV: Tensor, cut: TruncationLimits) -> Tensor:
     """Count what is kept among the best C tokens; more tokens when they might not suffice."""
     vocab_size = scaled_MV.shape[-1]
     num_candidates = cut.candidates
@@ -91,7 +91,7 @@ def keep_by_candidates(scaled_MV: Tensor, cut: Cut) -> Tensor:
     return _first_in_order(scaled_MV, best_MC.gather(-1, count_M1 - 1), count_M1)
 
 
-def _count_kept(scaled_MV: Tensor, best_MC: Tensor, cut: Cut) -> tuple[Tensor, bool]:
+def _count_kept(scaled_MV: Tensor, best_MC: Tensor, cut: TruncationLimits) -> tuple[Tensor, bool]:
     """Return how many of the best tokens each row keeps, and whether the candidates sufficed to tell."""
     vocab_size, num_candidates = scaled_MV.shape[-1], best_MC.shape[-1]
     best_M1 = best_MC[:, :1]
@@ -109,7 +109,7 @@ def _count_kept(scaled_MV: Tensor, best_MC: Tensor, cut: Cut) -> tuple[Tensor, b
     return kept_MC.sum(dim=-1, keepdim=True).clamp_(min=1), not bool(unsure_M1.any())
 
 
-def keep_by_bisection(scaled_MV: Tensor, cut: Cut) -> Tensor:
+def keep_by_bisection(scaled_MV: Tensor, cut: TruncationLimits) -> Tensor:
     """Find each limit's threshold by halving the range of float bits 32 times; no shape depends on a value."""
     best_M1 = scaled_MV.amax(dim=-1, keepdim=True)
     alive_MV, mass_MV = _weigh(scaled_MV, best_M1, cut)
@@ -153,7 +153,7 @@ def _least_key(key_MV: Tensor, is_low_enough: Callable[[Tensor], Tensor]) -> Ten
     return high_M1
 
 
-def _weigh(scaled_MX: Tensor, best_M1: Tensor, cut: Cut) -> tuple[Tensor, Tensor]:
+def _weigh(scaled_MX: Tensor, best_M1: Tensor, cut: TruncationLimits) -> tuple[Tensor, Tensor]:
     """Return which tokens min-p leaves (-inf never), and all tokens' masses in whole numbers, 0 where dropped."""
     weight_MX = torch.exp((scaled_MX - best_M1).double())
     alive_MX = scaled_MX > -torch.inf

@@ -1,4 +1,4 @@
-"""Cycle: schedule, launch, advance; fetch and book up to `depth` launches later. In: requests. Out: TokenChunks.
+"""EngineCore: schedule, launch, advance; fetch and book up to `depth` launches later. In: requests. Out: TokenChunks.
 Everything here runs on the compute thread and between two steps nothing else touches the roster.
 
 With depth 0 each step is booked at once. With depth 1 step n+1 is scheduled and launched before the host reads what
@@ -21,9 +21,9 @@ from gyre.engine.scheduler.postprocess import TextStop, advance, book, end_compl
 from gyre.engine.scheduler.preemption import mix_versions, preempt, void_swapped
 from gyre.engine.scheduler.scheduler import must_preempt, schedule
 from gyre.engine.scheduler.sequence import LATE, Sequence, sequences_of
-from gyre.engine.scheduler.state import Roster
+from gyre.engine.scheduler.state import SchedulerState
 from gyre.engine.scheduler.step import Flight, Step, StepRunner
-from gyre.engine.scheduler.swap import Slots
+from gyre.engine.scheduler.swap import HostSlots
 
 SPARE_TOKENS = 4  # decoded beyond the longest stop string, so that its first character never lies at the window's edge
 
@@ -65,19 +65,19 @@ def make_text_stop(tokenizer: Decodes | None) -> TextStop:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InFlight:
+class InFlightStep:
     """A launched step that is not booked yet."""
 
     step: Step
     flight: Flight
 
 
-class Cycle:
+class EngineCore:
     """The engine's inside: a roster, a runner and the version that they run."""
 
     def __init__(
         self,
-        roster: Roster,
+        roster: SchedulerState,
         runner: StepRunner,
         *,
         token_budget: int,
@@ -93,7 +93,7 @@ class Cycle:
         self._text_stop = make_text_stop(tokenizer)
         self._deadlines: dict[str, float] = {}
         self._arrivals = 0
-        self._in_flight: deque[InFlight] = deque()
+        self._in_flight: deque[InFlightStep] = deque()
         self._out: list[TokenChunk] = []  # chunks that nobody has taken yet, in order
 
     @property
@@ -120,7 +120,7 @@ class Cycle:
         step = schedule(self.roster, token_budget=self._token_budget, version=self.version)
         if step is not None:
             self._swap(step)
-            self._in_flight.append(InFlight(step=step, flight=self.runner.launch(self.roster.rows, step)))
+            self._in_flight.append(InFlightStep(step=step, flight=self.runner.launch(self.roster.rows, step)))
             advance(self.roster, step)
         if self._in_flight and (step is None or len(self._in_flight) > self._depth):
             self._book_oldest()
@@ -184,7 +184,7 @@ class Cycle:
         """The host pool came or goes; what was in it is gone."""
         self.quiesce()
         void_swapped(self.roster, "engine.kv_host moved")
-        self.host, self.roster.slots = host, Slots(num_slots)
+        self.host, self.roster.slots = host, HostSlots(num_slots)
 
     def change_version(self, version: int, *, recompute: bool, keep_cached: bool) -> None:
         """From the next step on tokens are chosen by `version`. Running and swapped sequences keep their KV unless

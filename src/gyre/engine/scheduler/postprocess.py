@@ -14,15 +14,15 @@ from collections.abc import Callable
 import numpy as np
 
 from gyre.core.records import Finish, Partial, TokenChunk
-from gyre.engine.scheduler.sequence import Chosen, Sequence, make_chunk, make_partial
-from gyre.engine.scheduler.state import Roster
-from gyre.engine.scheduler.step import Sampled, Step
+from gyre.engine.scheduler.sequence import GeneratedTokens, Sequence, make_chunk, make_partial
+from gyre.engine.scheduler.state import SchedulerState
+from gyre.engine.scheduler.step import SampledTokens, Step
 
 # (sequence, tokens chosen so far) → whether the last token completed one of its stop strings
 TextStop = Callable[[Sequence, np.ndarray], bool]
 
 
-def advance(roster: Roster, step: Step) -> None:
+def advance(roster: SchedulerState, step: Step) -> None:
     """Count a launched step: KV that it will have written, and a place for each token that it will have chosen."""
     rows = roster.rows
     rows.computed_R[step.decode_rows] += 1
@@ -32,7 +32,7 @@ def advance(roster: Roster, step: Step) -> None:
     roster.counters.steps += 1
 
 
-def book(roster: Roster, step: Step, sampled: Sampled, *, text_stop: TextStop) -> list[TokenChunk]:
+def book(roster: SchedulerState, step: Step, sampled: SampledTokens, *, text_stop: TextStop) -> list[TokenChunk]:
     """Write what a launched step chose and return the chunks that are due. Finished sequences give back rows and
     pages; a step launched meanwhile may still read and write those pages, and whoever gets them next does so in a
     later step, hence after it: the device works in order."""
@@ -51,16 +51,16 @@ def book(roster: Roster, step: Step, sampled: Sampled, *, text_stop: TextStop) -
     return chunks
 
 
-def _remember_prompts(roster: Roster, step: Step, live_N: np.ndarray) -> None:
+def _remember_prompts(roster: SchedulerState, step: Step, live_N: np.ndarray) -> None:
     """Others with the same prompt may share it from now on. A fork shares its leader's pages: once is enough."""
     leaders = np.unique(step.sample_chunks, return_index=True)[1] + len(step.decode_rows)
     for place in leaders[live_N[leaders]].tolist():
         roster.remember(int(step.sample_rows[place]), step.version)
 
 
-def _select(sampled: Sampled, places: np.ndarray) -> Sampled:
+def _select(sampled: SampledTokens, places: np.ndarray) -> SampledTokens:
     new_place = {int(old): new for new, old in enumerate(places)}
-    return Sampled(
+    return SampledTokens(
         tokens=sampled.tokens[places],
         logprobs=sampled.logprobs[places],
         raw_logprobs=sampled.raw_logprobs[places],
@@ -69,7 +69,7 @@ def _select(sampled: Sampled, places: np.ndarray) -> Sampled:
     )
 
 
-def _write(roster: Roster, rows_N: np.ndarray, at_N: np.ndarray, sampled: Sampled, version: int) -> None:
+def _write(roster: SchedulerState, rows_N: np.ndarray, at_N: np.ndarray, sampled: SampledTokens, version: int) -> None:
     rows = roster.rows
     assert (rows.known_R[rows_N] == at_N).all(), "flights are booked in the order of their launch"
     rows.tokens_RW[rows_N, at_N] = sampled.tokens
@@ -86,7 +86,7 @@ def _write(roster: Roster, rows_N: np.ndarray, at_N: np.ndarray, sampled: Sample
 
 
 def _hand_out(
-    roster: Roster, rows_N: np.ndarray, sampled: Sampled, version: int, text_stop: TextStop
+    roster: SchedulerState, rows_N: np.ndarray, sampled: SampledTokens, version: int, text_stop: TextStop
 ) -> list[TokenChunk]:
     rows = roster.rows
     stop_N = (rows.stops_RS[rows_N] == sampled.tokens[:, None]).any(axis=1)
@@ -123,11 +123,11 @@ def _has_unsound_prompt(sequence: Sequence) -> bool:
     return sequence.book is not None and not sequence.book.is_sound
 
 
-def _end_broken(roster: Roster, sequence: Sequence, version: int) -> TokenChunk:
+def _end_broken(roster: SchedulerState, sequence: Sequence, version: int) -> TokenChunk:
     """The model gave non-finite logits: answer without the last token, and keep its KV from being shared."""
     assert sequence.row is not None
     chosen = roster.rows.chosen(sequence.row)
-    sound = Chosen(
+    sound = GeneratedTokens(
         tokens=chosen.tokens[:-1],
         logprobs=chosen.logprobs[:-1],
         raw_logprobs=chosen.raw_logprobs[:-1],
@@ -144,7 +144,7 @@ def _end_broken(roster: Roster, sequence: Sequence, version: int) -> TokenChunk:
 
 
 def end_request(
-    roster: Roster, request_id: str, finish: Finish, reason: str, *, version: int
+    roster: SchedulerState, request_id: str, finish: Finish, reason: str, *, version: int
 ) -> tuple[list[TokenChunk], list[Partial]]:
     """End all unanswered completions of a request, wherever they are. Unknown ids give nothing."""
     chunks, partials = [], []
@@ -157,7 +157,7 @@ def end_request(
 
 
 def end_complete_partials(
-    roster: Roster, sequences: list[Sequence], *, version: int, text_stop: TextStop
+    roster: SchedulerState, sequences: list[Sequence], *, version: int, text_stop: TextStop
 ) -> list[TokenChunk]:
     """Answer completions whose given beginning is already a whole answer; they never run."""
     chunks = []

@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gyre.engine.scheduler.sequence import Sequence, State
-from gyre.engine.scheduler.state import Roster
+from gyre.engine.scheduler.state import SchedulerState
 from gyre.engine.scheduler.swap import Preemption, Swapped, choose_preemption
 
 
-def choose(roster: Roster, row: int) -> Preemption:
+def choose(roster: SchedulerState, row: int) -> Preemption:
     """How the row would be preempted now."""
     computed = int(roster.rows.computed_R[row])
     return choose_preemption(
@@ -23,7 +23,7 @@ def choose(roster: Roster, row: int) -> Preemption:
     )
 
 
-def preempt(roster: Roster, row: int, *, reason: str, version: int, must_recompute: bool = False) -> None:
+def preempt(roster: SchedulerState, row: int, *, reason: str, version: int, must_recompute: bool = False) -> None:
     """Take row and pages back; the sequence waits. Cached pages may survive. Nothing of the row may be in flight."""
     rows = roster.rows
     assert rows.known_R[row] == rows.length_R[row], row
@@ -52,7 +52,7 @@ def preempt(roster: Roster, row: int, *, reason: str, version: int, must_recompu
     )
 
 
-def resume(roster: Roster, sequence: Sequence) -> int:
+def resume(roster: SchedulerState, sequence: Sequence) -> int:
     """Give a swapped sequence a row and its KV back; nothing is computed again. Pages that still hold what they held
     are shared, the others come from host memory."""
     rows, swapped = roster.rows, sequence.swapped
@@ -86,7 +86,7 @@ def resume(roster: Roster, sequence: Sequence) -> int:
     return row
 
 
-def num_pages_to_resume(roster: Roster, sequence: Sequence) -> int:
+def num_pages_to_resume(roster: SchedulerState, sequence: Sequence) -> int:
     """Return how many pages a swapped sequence needs to go on: a decoding one has room for its next token's KV."""
     assert sequence.swapped is not None
     if sequence.swapped.decoding:
@@ -94,7 +94,7 @@ def num_pages_to_resume(roster: Roster, sequence: Sequence) -> int:
     return roster.num_pages_for(len(sequence.request.tokens) + len(sequence.chosen.tokens))
 
 
-def void_swapped(roster: Roster, reason: str) -> None:
+def void_swapped(roster: SchedulerState, reason: str) -> None:
     """What lies in host memory is of no use any more: whoever it belongs to computes again."""
     for sequence in roster.queue:
         if sequence.swapped is not None:
@@ -110,7 +110,7 @@ def void_swapped(roster: Roster, reason: str) -> None:
             )
 
 
-def mix_versions(roster: Roster) -> None:
+def mix_versions(roster: SchedulerState) -> None:
     """New weights came: KV that goes on being used is of mixed versions from now on, and is never cached."""
     roster.rows.kv_version_R[:] = -1
     for sequence in roster.queue:
@@ -118,7 +118,7 @@ def mix_versions(roster: Roster) -> None:
             sequence.swapped = replace(sequence.swapped, kv_version=-1)
 
 
-def _swap_out(roster: Roster, row: int, sequence: Sequence) -> None:
+def _swap_out(roster: SchedulerState, row: int, sequence: Sequence) -> None:
     rows, computed, first = roster.rows, int(roster.rows.computed_R[row]), int(roster.rows.first_R[row])
     pages = rows.pages_of(row)[: roster.num_pages_for(computed) - first].copy()
     slots = roster.slots.take(len(pages))

@@ -13,11 +13,11 @@ import numpy as np
 
 from gyre.engine.scheduler.preemption import choose, num_pages_to_resume, preempt, resume
 from gyre.engine.scheduler.sequence import State
-from gyre.engine.scheduler.state import Roster
-from gyre.engine.scheduler.step import Chunk, Step
+from gyre.engine.scheduler.state import SchedulerState
+from gyre.engine.scheduler.step import PrefillChunk, Step
 
 
-def schedule(roster: Roster, *, token_budget: int, version: int) -> Step | None:
+def schedule(roster: SchedulerState, *, token_budget: int, version: int) -> Step | None:
     """Decide the next step. Rows and pages it needs are taken; a launch and `settle.advance` must follow. With steps
     in flight, ask `must_preempt` first: who is preempted is decided on what the host knows."""
     decode_rows = _provide_decode_pages(roster, version)
@@ -47,18 +47,18 @@ def schedule(roster: Roster, *, token_budget: int, version: int) -> Step | None:
     )
 
 
-def must_preempt(roster: Roster) -> bool:
+def must_preempt(roster: SchedulerState) -> bool:
     """Whether the next step can only be made by taking pages from somebody."""
     return len(_full_rows(roster, roster.decoding_rows())) > roster.pages.num_available
 
 
-def _full_rows(roster: Roster, decode_rows: np.ndarray) -> np.ndarray:
+def _full_rows(roster: SchedulerState, decode_rows: np.ndarray) -> np.ndarray:
     """Return those that need another page for their next token."""
     rows = roster.rows
     return decode_rows[rows.computed_R[decode_rows] == rows.pages_R[decode_rows] * roster.page_tokens]
 
 
-def _provide_decode_pages(roster: Roster, version: int) -> np.ndarray:
+def _provide_decode_pages(roster: SchedulerState, version: int) -> np.ndarray:
     """Return the decoding rows, each with a page for its next token; preempts until that is so."""
     rows = roster.rows
     while True:
@@ -73,7 +73,7 @@ def _provide_decode_pages(roster: Roster, version: int) -> np.ndarray:
     return decode_rows
 
 
-def _choose_victim(roster: Roster) -> int:
+def _choose_victim(roster: SchedulerState) -> int:
     """Lowest priority, then least lost work (none for what is swapped), then latest arrival."""
     active, rows = roster.active_rows(), roster.rows
     assert len(active) > 1, "one sequence alone outgrew the cache; admission lets no such request in"
@@ -82,7 +82,7 @@ def _choose_victim(roster: Roster) -> int:
     return int(active[order[0]])
 
 
-def _continue_prefills(roster: Roster, budget: int) -> list[Chunk]:
+def _continue_prefills(roster: SchedulerState, budget: int) -> list[PrefillChunk]:
     chunks = []
     for row in roster.prefilling:
         if budget == 0:
@@ -92,10 +92,10 @@ def _continue_prefills(roster: Roster, budget: int) -> list[Chunk]:
     return chunks
 
 
-def _start_waiting(roster: Roster, budget: int, version: int) -> tuple[list[Chunk], np.ndarray]:
+def _start_waiting(roster: SchedulerState, budget: int, version: int) -> tuple[list[PrefillChunk], np.ndarray]:
     """Start from the queue's head while budget, rows and pages last. Returns chunks of prompts, and rows that were
     swapped and go straight on decoding."""
-    chunks: list[Chunk] = []
+    chunks: list[PrefillChunk] = []
     restored: list[int] = []
     while budget > 0 and roster.queue and roster.rows.num_free:
         sequence = roster.queue[0]
@@ -120,18 +120,20 @@ def _start_waiting(roster: Roster, budget: int, version: int) -> tuple[list[Chun
     return chunks, np.asarray(restored, dtype=np.int64)
 
 
-def _headroom(roster: Roster) -> int:
+def _headroom(roster: SchedulerState) -> int:
     """Pages left to those that run when another starts: one each, so that a start is not undone by a preemption at
     once. None when nothing runs, so that whatever was admitted can run alone."""
     return roster.rows.num_active
 
 
-def _cut(roster: Roster, row: int, budget: int) -> Chunk:
+def _cut(roster: SchedulerState, row: int, budget: int) -> PrefillChunk:
     start = int(roster.rows.computed_R[row])
-    return Chunk(row=row, start=start, count=min(budget, int(roster.rows.length_R[row]) - start))
+    return PrefillChunk(row=row, start=start, count=min(budget, int(roster.rows.length_R[row]) - start))
 
 
-def _finish_prompts(roster: Roster, chunks: list[Chunk]) -> tuple[list[int], list[int], list[tuple[int, int]]]:
+def _finish_prompts(
+    roster: SchedulerState, chunks: list[PrefillChunk]
+) -> tuple[list[int], list[int], list[tuple[int, int]]]:
     """Find the rows whose known tokens end in this step, and fork their waiting siblings onto the same prompt."""
     rows, sample_rows, sample_chunks, copies = roster.rows, [], [], []
     for position, chunk in enumerate(chunks):

@@ -17,7 +17,7 @@ import numpy as np
 
 from gyre.core.records import Finish, Partial, Request, Support, TokenChunk
 from gyre.engine.kv_cache.prefix_cache import BlockKey
-from gyre.engine.kv_cache.prompt_logprobs import PromptBook
+from gyre.engine.kv_cache.prompt_logprobs import PromptLogprobStore
 from gyre.engine.scheduler.random import draw_key
 from gyre.engine.scheduler.swap import Swapped
 
@@ -44,7 +44,7 @@ _NEXT = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chosen:
+class GeneratedTokens:
     """What a completion has chosen so far, while it holds no row."""
 
     tokens: np.ndarray  # int32 [C]
@@ -53,7 +53,7 @@ class Chosen:
     versions: np.ndarray  # int32 [C]
 
 
-NOTHING_CHOSEN = Chosen(
+NOTHING_CHOSEN = GeneratedTokens(
     tokens=np.empty(0, np.int32),
     logprobs=np.empty(0, np.float32),
     raw_logprobs=np.empty(0, np.float32),
@@ -94,7 +94,7 @@ class Sequence:
         self.supports: list[np.ndarray] = []  # one per chosen token when the request truncates
         self.told: list[tuple[np.ndarray, np.ndarray]] = []  # ids and log-probs [K] per token chosen from told_from on
         self.told_from = 0  # tokens of a given beginning; their alternatives went out when they were chosen
-        self.book: PromptBook | None = None  # the prompt's log-probs, until they go out
+        self.book: PromptLogprobStore | None = None  # the prompt's log-probs, until they go out
         self.hits_given_up = 0  # cached pages that are computed again for the prompt's log-probs
         self.emitted = 0  # chosen tokens that went out in chunks; a partial's own count as out
         self.key = draw_key(request.seed, index)
@@ -135,14 +135,14 @@ def sequences_of(request: Request, *, arrival: int, eos_ids: tuple[int, ...]) ->
         Sequence(request, index, arrival=arrival, stop_ids=tuple(sorted(stops))) for index in range(request.sampling.n)
     ]
     best = request.sampling.prompt_logprobs
-    book = None if best is None else PromptBook(len(request.tokens), best)
+    book = None if best is None else PromptLogprobStore(len(request.tokens), best)
     for sequence in sequences:
         sequence.book = book  # one prompt, one book, however many completions wait
     for partial in request.partials:
         sequence = sequences[partial.index]
         if len(partial.tokens):
             sequence.book = None  # its prompt's log-probs went out with its first token
-        sequence.chosen = Chosen(
+        sequence.chosen = GeneratedTokens(
             tokens=partial.tokens.astype(np.int32),
             logprobs=partial.logprobs.astype(np.float32),
             raw_logprobs=partial.raw_logprobs.astype(np.float32),
@@ -162,7 +162,7 @@ def make_support(supports: Seq[np.ndarray]) -> Support:
     return Support(offsets=offsets, ids=ids.astype(np.int32, copy=False))
 
 
-def make_chunk(sequence: Sequence, chosen: Chosen, finish: Finish | None, reason: str = "") -> TokenChunk:
+def make_chunk(sequence: Sequence, chosen: GeneratedTokens, finish: Finish | None, reason: str = "") -> TokenChunk:
     """Cut what has not gone out yet, and count it as out."""
     start, sequence.emitted = sequence.emitted, len(chosen.tokens)
     top_ids, top_logprobs = _cut_told(sequence, start)
@@ -197,7 +197,7 @@ def _cut_told(sequence: Sequence, start: int) -> tuple[np.ndarray | None, np.nda
     return ids, np.asarray([logprobs for _, logprobs in told], dtype=np.float32).reshape(-1, best)
 
 
-def make_partial(sequence: Sequence, chosen: Chosen) -> Partial:
+def make_partial(sequence: Sequence, chosen: GeneratedTokens) -> Partial:
     """Everything a later request needs to go on from here."""
     return Partial(
         index=sequence.index,

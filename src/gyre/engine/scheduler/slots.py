@@ -14,12 +14,12 @@ import heapq
 
 import numpy as np
 
-from gyre.engine.scheduler.sequence import Chosen, Sequence
+from gyre.engine.scheduler.sequence import GeneratedTokens, Sequence
 
 NO_STOP = -1
 
 
-class Rows:
+class InputBatch:
     """`max_running` rows. A free row has sequences[row] None and active False."""
 
     def __init__(self, max_running: int, page_tokens: int) -> None:
@@ -104,7 +104,7 @@ class Rows:
         sequence = self.sequence_at(row)
         assert self.pages_R[row] == 0, row
         chosen = self.chosen(row)
-        sequence.chosen = Chosen(
+        sequence.chosen = GeneratedTokens(
             tokens=chosen.tokens.copy(),
             logprobs=chosen.logprobs.copy(),
             raw_logprobs=chosen.raw_logprobs.copy(),
@@ -122,10 +122,10 @@ class Rows:
         assert sequence is not None, row
         return sequence
 
-    def chosen(self, row: int) -> Chosen:
+    def chosen(self, row: int) -> GeneratedTokens:
         """Views of what the row has chosen and the host knows; copy what must outlive the next step."""
         span = slice(int(self.prompt_R[row]), int(self.known_R[row]))
-        return Chosen(
+        return GeneratedTokens(
             tokens=self.tokens_RW[row, span],
             logprobs=self.logprobs_RW[row, span],
             raw_logprobs=self.raw_RW[row, span],

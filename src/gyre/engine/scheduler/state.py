@@ -1,4 +1,4 @@
-"""Roster: who waits, who runs, who holds which page; the moves between them keep the accounts. In: sequences. Out: rows
+"""SchedulerState: who waits, who runs, who holds which page; the moves between them keep the accounts. In: sequences. Out: rows
 and pages given and taken back. Pure but for `emit`.
 """
 
@@ -14,8 +14,8 @@ from gyre.engine.kv_cache.page_allocator import NULL_PAGE, Pages
 from gyre.engine.kv_cache.prefix_cache import extend_keys, root_key
 from gyre.engine.kv_cache.prompt_logprobs import keep_known, load_known, usable_pages
 from gyre.engine.scheduler.sequence import Sequence, State
-from gyre.engine.scheduler.slots import Rows
-from gyre.engine.scheduler.swap import NO_SWAP, PageMoves, Rates, Slots
+from gyre.engine.scheduler.slots import InputBatch
+from gyre.engine.scheduler.swap import NO_SWAP, HostSlots, PageMoves, SwapRates
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class Counters:
     steps: int = 0
 
 
-class Roster:
+class SchedulerState:
     """Every sequence that has not been answered is in exactly one of: queue, a leader's followers, a row."""
 
     def __init__(
@@ -44,15 +44,15 @@ class Roster:
         prefix_cache: bool,
         emit: Callable[..., None],
         num_slots: int = 0,
-        rates: Rates = NO_SWAP,
+        rates: SwapRates = NO_SWAP,
         score_bytes: int = 0,
         window: int | None = None,
     ) -> None:
         self.window = window  # tokens that the widest layer looks back at; None: some layer looks at all
         self.page_tokens, self.prefix_cache, self.emit, self.rates = page_tokens, prefix_cache, emit, rates
-        self.rows = Rows(max_running, page_tokens)
+        self.rows = InputBatch(max_running, page_tokens)
         self.pages = Pages(num_pages, score_bytes=score_bytes)
-        self.slots = Slots(num_slots)
+        self.slots = HostSlots(num_slots)
         self.moves = PageMoves()
         self.queue: list[Sequence] = []  # by rank
         self.prefilling: list[int] = []  # rows, in the order in which they started

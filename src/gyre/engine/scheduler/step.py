@@ -12,13 +12,13 @@ from typing import Protocol
 import numpy as np
 
 from gyre.engine.kv_cache.pool import KvPool
-from gyre.engine.kv_cache.prompt_logprobs import Piece
-from gyre.engine.scheduler.slots import Rows
+from gyre.engine.kv_cache.prompt_logprobs import PromptSlice
+from gyre.engine.scheduler.slots import InputBatch
 from gyre.engine.scheduler.swap import Pairs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
+class PrefillChunk:
     """A piece of one row's known tokens to compute."""
 
     row: int
@@ -31,7 +31,7 @@ class Step:
     """What one forward pass computes and who chooses a token after it."""
 
     decode_rows: np.ndarray  # int64 [B]: one token each
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[PrefillChunk, ...]
     sample_rows: np.ndarray  # int64 [N]: decode_rows, then rows whose prompt ends in this step, and their forks
     sample_chunks: np.ndarray  # int64 [N - B]: for the latter, the chunk whose last token they continue
     sample_positions: np.ndarray  # int64 [N]: where in its sequence each chosen token goes
@@ -48,7 +48,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampled:
+class SampledTokens:
     """What the sampler chose for `Step.sample_rows`, on the host."""
 
     tokens: np.ndarray  # int32 [N]
@@ -56,14 +56,14 @@ class Sampled:
     raw_logprobs: np.ndarray  # float32 [N]
     supports: dict[int, np.ndarray]  # place in sample_rows → int32 ids that truncation left, for rows that truncate
     told: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)  # place → ids, raw log-probs [≥ K]
-    pieces: tuple[Piece, ...] = ()  # prompt log-probs of the step's chunks, for those that ask
+    pieces: tuple[PromptSlice, ...] = ()  # prompt log-probs of the step's chunks, for those that ask
 
 
 class Flight(Protocol):
     """A launched step whose results may not be on the host yet. Flights are fetched in the order of their launch, at
     most once each; one that nobody needs any more is dropped unfetched."""
 
-    def fetch(self) -> Sampled:
+    def fetch(self) -> SampledTokens:
         """Block until the results are on the host; DeadlineError when the device takes too long."""
         ...
 
@@ -80,4 +80,4 @@ class StepRunner(Protocol):
 
     pool: KvPool
 
-    def launch(self, rows: Rows, step: Step) -> Flight: ...
+    def launch(self, rows: InputBatch, step: Step) -> Flight: ...

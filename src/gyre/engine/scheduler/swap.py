@@ -15,7 +15,7 @@ Pairs = tuple[np.ndarray, np.ndarray] | None  # from, to; None when there is not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
+class SwapRates:
     """What the prediction goes by: planned numbers, never measured ones, so that runs repeat."""
 
     page_bytes: int  # of all layers
@@ -49,7 +49,7 @@ class Swapped:
 
 
 # Of an engine without a host pool: nothing is predicted.
-NO_SWAP = Rates(page_bytes=0, swap_bytes_per_s=1.0, prefill_tokens_per_s=float("inf"))
+NO_SWAP = SwapRates(page_bytes=0, swap_bytes_per_s=1.0, prefill_tokens_per_s=float("inf"))
 
 
 class PageMoves:
@@ -79,7 +79,7 @@ def _join(pairs: list[tuple[np.ndarray, np.ndarray]]) -> Pairs:
     return np.concatenate([first for first, _ in pairs]), np.concatenate([second for _, second in pairs])
 
 
-class Slots:
+class HostSlots:
     """Allocator over the host pool's slots 0 … num_slots - 1. Low slots leave first, so that runs stay together."""
 
     def __init__(self, num_slots: int) -> None:
@@ -104,7 +104,7 @@ class Slots:
         assert sorted(held + self._free) == list(range(self.num_slots)), "a slot leaked or is held twice"
 
 
-def choose_preemption(*, computed_tokens: int, num_pages: int, slots: Slots, rates: Rates) -> Preemption:
+def choose_preemption(*, computed_tokens: int, num_pages: int, slots: HostSlots, rates: SwapRates) -> Preemption:
     """Bytes there and back over the link's rate, against tokens over the prefill rate."""
     size_bytes = num_pages * rates.page_bytes
     swap_s = 2 * size_bytes / rates.swap_bytes_per_s

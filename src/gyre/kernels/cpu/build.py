@@ -59,7 +59,7 @@ class Unavailable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Built:
+class CompiledLibrary:
     """A loaded library, and what it was compiled for."""
 
     functions: ctypes.CDLL
@@ -86,7 +86,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gyre" / "kernels"
 
 
-def load(source: str, *, bf16: bool, instructions: InstructionSet | None = None) -> Built | Unavailable:
+def load(source: str, *, bf16: bool, instructions: InstructionSet | None = None) -> CompiledLibrary | Unavailable:
     """Return the library of one C file, compiling it where the cache has none. `instructions`: the processor's best if
     not said."""
     compiler = find_compiler()
@@ -103,7 +103,7 @@ def load(source: str, *, bf16: bool, instructions: InstructionSet | None = None)
         path = cache_folder() / f"{Path(source).stem}-{taken.name}-{_key(compiler, flags)}.so"
         if not path.is_file():
             _compile(compiler, flags, SOURCES / source, path)
-        return Built(functions=ctypes.CDLL(str(path)), instructions=taken)
+        return CompiledLibrary(functions=ctypes.CDLL(str(path)), instructions=taken)
     except subprocess.CalledProcessError as error:
         return Unavailable(reason=f"{compiler} failed: {error.stderr.strip()[-300:]}")
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gyre.kernels.cpu import build
-from gyre.kernels.cpu.build import Built, InstructionSet, Unavailable
+from gyre.kernels.cpu.build import CompiledLibrary, InstructionSet, Unavailable
 from gyre.kernels.cpu.library import DTYPES
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def load_chunks(dtype: torch.dtype, instructions: InstructionSet | None = None) 
 class ChunkKernels:
     """The functions of trainer.c for one dtype. None of them finds an `amax`."""
 
-    def __init__(self, built: Built) -> None:
+    def __init__(self, built: CompiledLibrary) -> None:
         library, self.instructions = built.functions, built.instructions
         for name, (numbers, addresses) in FUNCTIONS.items():
             function = getattr(library, name)

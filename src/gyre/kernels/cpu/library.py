@@ -10,7 +10,7 @@ from ctypes import c_double, c_int64, c_void_p
 import torch
 
 from gyre.kernels.cpu import build
-from gyre.kernels.cpu.build import Built, InstructionSet, Unavailable
+from gyre.kernels.cpu.build import CompiledLibrary, InstructionSet, Unavailable
 
 PARTS = ("attn_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "out", "mlp_norm", "gate_up", "down")
 DTYPES = {torch.bfloat16: True, torch.float32: False}
@@ -44,7 +44,7 @@ class CStep(ctypes.Structure):
 class DecoderLibrary:
     """The functions of decoder.c for one dtype."""
 
-    def __init__(self, built: Built) -> None:
+    def __init__(self, built: CompiledLibrary) -> None:
         library, self.instructions = built.functions, built.instructions
         self.scratch_bytes = library.gyre_scratch_bytes
         self.scratch_bytes.restype = c_int64

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gyre.core.contracts import EngineLifecycle, PolicyTrainer, RolloutEngine
-from gyre.distributed.process_group import Group, alone
+from gyre.distributed.process_group import RankGroup, alone
 from gyre.launch.export import export_policy
 from gyre.launch.factories import Emit, Facts, Machine, Policy, make_policy
-from gyre.launch.placement.stage_runtime import Device
+from gyre.launch.placement.stage_runtime import StageRuntime
 from gyre.launch.stages import Stage
 from gyre.loop.ports import PhaseGate, SnapshotPort
 from gyre.models.scalar_head import ScalarHead
@@ -28,7 +28,7 @@ from gyre.trainer.trainer import NativeTrainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
+class StageParts:
     """What a stage is driven through."""
 
     trainer: PolicyTrainer
@@ -60,7 +60,7 @@ class Placement(Protocol):
         """What is wrong with a snapshot; every byte is looked at, by all ranks together."""
         ...
 
-    async def begin(self, stage: Stage, plan: Plan, *, version: int, found: Snapshot | None) -> Placed:
+    async def begin(self, stage: Stage, plan: Plan, *, version: int, found: Snapshot | None) -> StageParts:
         """Make a stage's objects; the trainer continues from `found` if there is one."""
         ...
 
@@ -86,7 +86,7 @@ class Inline:
         self._config, self._folder, self._machine, self._emit = config, folder, machine, emit
         self._policy: Policy | None = None
         self._head: ScalarHead | None = None  # of a reward model, once its stage is done
-        self._device: Device | None = None
+        self._device: StageRuntime | None = None
         self._snapshots: Snapshots | None = None
 
     async def open(self, tokenizer: Tokenizer) -> Policy:
@@ -96,9 +96,9 @@ class Inline:
     async def look_through(self, path: Path) -> list[Fault]:
         return await asyncio.get_running_loop().run_in_executor(self._machine.compute, find_faults, path)
 
-    async def begin(self, stage: Stage, plan: Plan, *, version: int, found: Snapshot | None) -> Placed:
+    async def begin(self, stage: Stage, plan: Plan, *, version: int, found: Snapshot | None) -> StageParts:
         assert self._policy is not None
-        device = self._device = Device(self._config, plan, self._folder, self._machine, self._emit)
+        device = self._device = StageRuntime(self._config, plan, self._folder, self._machine, self._emit)
         trainer = device.make_trainer(stage, self._policy, version, resumed=found is not None)
         if found is not None:
             trainer.restore({"tensors": found.tensors, "state": found.state["trainer"]})
@@ -107,7 +107,7 @@ class Inline:
         where, resumed_step = (self._config, self._folder, stage.name), 0 if found is None else found.step
         self._snapshots = make_snapshots(*where, trainer, self._machine, self._emit, resumed_step=resumed_step)
         self._snapshots.prepare()
-        return Placed(
+        return StageParts(
             trainer=trainer,
             gate=device,
             snapshots=self._snapshots,
@@ -151,7 +151,7 @@ def make_snapshots(
     emit: Emit,
     *,
     resumed_step: int,
-    group: Group | None = None,
+    group: RankGroup | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> Snapshots:
     """What writes a stage's snapshots. Every rank has one. `resumed_step`: of the snapshot that the stage goes on from,

@@ -27,8 +27,8 @@ from gyre.core.errors import ConfigError, RankError, WorkerLate
 from gyre.core.records import RoleSpec
 from gyre.distributed.init import child_environment, hold_store
 from gyre.launch.factories import Emit, Facts, Machine, make_facts
-from gyre.launch.placement.inline import Placed
-from gyre.launch.placement.worker import RankOrder
+from gyre.launch.placement.inline import StageParts
+from gyre.launch.placement.worker import WorkerSpec
 from gyre.launch.stages import Stage
 from gyre.observability.hardware import describe_hardware
 from gyre.planner.plan import Plan
@@ -40,7 +40,7 @@ Result = TypeVar("Result")
 LOOPBACK = "127.0.0.1"
 
 
-class Fleet:
+class RayWorkers:
     """Ray, and how many workers of what kind a run has there."""
 
     def __init__(self, config: RunConfig) -> None:
@@ -91,10 +91,10 @@ class Fleet:
             )
 
 
-class Spread:
+class RayPlacement:
     """Placement over a fleet, for one attempt at a run."""
 
-    def __init__(self, config: RunConfig, folder: Path, machine: Machine, emit: Emit, fleet: Fleet) -> None:
+    def __init__(self, config: RunConfig, folder: Path, machine: Machine, emit: Emit, fleet: RayWorkers) -> None:
         self._config, self._folder, self._machine, self._emit, self._fleet = config, folder, machine, emit, fleet
         self._settings = fleet.config
         self._handles: list[WorkerHandle] = []  # of the trainer's ranks, by rank
@@ -130,7 +130,7 @@ class Spread:
             await self._make_group().run(what, "look_through", str(path.absolute()), patience=self._patience)
         )
 
-    async def begin(self, stage: Stage, plan: Plan, *, version: int, found: Snapshot | None) -> Placed:
+    async def begin(self, stage: Stage, plan: Plan, *, version: int, found: Snapshot | None) -> StageParts:
         self._stage = (stage, plan)
         group = self._group = self._make_group()
         snapshot = "" if found is None else str(found.path.absolute())
@@ -147,7 +147,7 @@ class Spread:
             engines=self._engines_alone,
             on_lost=self._lose_engine,
         )
-        return Placed(
+        return StageParts(
             trainer=group,
             gate=gate,
             snapshots=SpreadSnapshots(group, patience=self._patience),
@@ -240,7 +240,7 @@ class Spread:
 
     def _spec(self, name: str, rank: int | None) -> RoleSpec:
         fleet = self._fleet
-        order = RankOrder(
+        order = WorkerSpec(
             config=self._config,
             folder=self._folder.absolute(),
             directory=Path.cwd(),

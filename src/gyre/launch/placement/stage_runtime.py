@@ -16,7 +16,7 @@ import torch
 from gyre.core.records import Phase
 from gyre.core.seeds import derive_seed
 from gyre.distributed.mesh import shard_size
-from gyre.distributed.process_group import Group, alone
+from gyre.distributed.process_group import RankGroup, alone
 from gyre.engine.engine import NativeEngine
 from gyre.launch.factories import Emit, Machine, Policy, make_engine, make_reward_model
 from gyre.launch.stages import Stage, trains_invariant
@@ -34,7 +34,7 @@ from gyre.trainer.trainer import NativeTrainer
 from gyre.weights.gather import ShardSource
 
 
-class Device:
+class StageRuntime:
     """One device during one stage. Without a `group` the trainer is alone."""
 
     def __init__(
@@ -45,7 +45,7 @@ class Device:
         machine: Machine,
         emit: Emit,
         *,
-        group: Group | None = None,
+        group: RankGroup | None = None,
         progress: Callable[[], None] = lambda: None,
     ) -> None:
         """`progress` is what the trainer calls where it works for long without running a layer."""

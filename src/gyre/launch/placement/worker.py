@@ -16,15 +16,15 @@ from typing import Any, TypeVar
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from gyre.cluster.worker.endpoints import EngineSeat, TrainerSeat
+from gyre.cluster.worker.endpoints import EngineEndpoint, TrainerEndpoint
 from gyre.cluster.worker.server import Context
 from gyre.core.records import Phase
-from gyre.distributed.init import Seat, join
-from gyre.distributed.process_group import Group
+from gyre.distributed.init import RankSpec, join
+from gyre.distributed.process_group import RankGroup
 from gyre.launch.export import export_policy, export_shards
 from gyre.launch.factories import Machine, Policy, make_machine, make_policy
 from gyre.launch.placement.inline import Snapshots, make_snapshots
-from gyre.launch.placement.stage_runtime import Device
+from gyre.launch.placement.stage_runtime import StageRuntime
 from gyre.launch.stages import plan_stages
 from gyre.memory.probe import give_back
 from gyre.models.scalar_head import ScalarHead
@@ -38,7 +38,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankOrder:
+class WorkerSpec:
     """What a worker is to be."""
 
     config: RunConfig
@@ -51,7 +51,7 @@ class RankOrder:
     round_id: str  # differs at every start of the ranks
 
 
-async def build_rank(context: Context, *, order: RankOrder) -> RankWorker:
+async def build_rank(context: Context, *, order: WorkerSpec) -> RankWorker:
     """Make the model, without its weights, and become a rank; returns when all ranks are there."""
     os.chdir(order.directory)
     machine = make_machine(order.config)
@@ -60,7 +60,7 @@ async def build_rank(context: Context, *, order: RankOrder) -> RankWorker:
     policy = await loop.run_in_executor(machine.compute, make_policy, order.config, tokenizer, machine)
     group = None
     if order.rank is not None:
-        seat = Seat(
+        seat = RankSpec(
             rank=order.rank,
             world_size=order.world_size,
             store_host=order.store_host,
@@ -79,22 +79,22 @@ class RankWorker:
     """`trainer` and `engine` are there from `begin` to `end`; an engine worker has no trainer."""
 
     def __init__(
-        self, context: Context, order: RankOrder, machine: Machine, policy: Policy, group: Group | None
+        self, context: Context, order: WorkerSpec, machine: Machine, policy: Policy, group: RankGroup | None
     ) -> None:
         self._context, self._order, self._machine = context, order, machine
         self._config, self._policy, self._group = order.config, policy, group
-        self._device: Device | None = None
+        self._device: StageRuntime | None = None
         self._head: ScalarHead | None = None
         self._snapshots: Snapshots | None = None
         self._shards: ShardSource | None = None  # of the trained model, where no rank has it whole
-        self.trainer: TrainerSeat | None = None
-        self.engine: EngineSeat | None = None
+        self.trainer: TrainerEndpoint | None = None
+        self.engine: EngineEndpoint | None = None
 
     async def begin(self, stage_name: str, plan_json: str, version: int, snapshot: str) -> int:
         """Make the stage's objects; with `snapshot`, a path, the trainer goes on from it. Returns its version."""
         stage = next(stage for stage in plan_stages(self._config, "all") if stage.name == stage_name)
         plan = Plan.from_json(plan_json)
-        device = self._device = Device(
+        device = self._device = StageRuntime(
             self._config,
             plan,
             self._order.folder,
@@ -116,12 +116,12 @@ class RankWorker:
             resumed_step = step_of(Path(snapshot)) if snapshot else 0
             given = {"resumed_step": resumed_step, "group": self._group, "progress": self._context.tick}
             self._snapshots = make_snapshots(*where, trainer, self._machine, self._context.emit, **given)
-            self.trainer = TrainerSeat(trainer, rank=self._order.rank, compute=self._machine.compute)
+            self.trainer = TrainerEndpoint(trainer, rank=self._order.rank, compute=self._machine.compute)
             version = trainer.version
         if plan.kv_pages > 0:
             own_weights = self.trainer is None or device.cuts_weights
             engine = await device.make_engine(self._policy, own_weights=own_weights)
-            self.engine = EngineSeat(engine, trainer=self.trainer, ticks=lambda: self._context.ticks)
+            self.engine = EngineEndpoint(engine, trainer=self.trainer, ticks=lambda: self._context.ticks)
         await self._on_compute(device.manage)
         if self._snapshots is not None:
             await self._on_compute(self._snapshots.prepare)

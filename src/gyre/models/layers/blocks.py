@@ -23,7 +23,7 @@ from gyre.core.records import Projection
 from gyre.kernels.float8 import Amax
 from gyre.kernels.linear import OutputGradient, amaxes_of, linear
 from gyre.kernels.norm import rms_norm_backward, rms_norm_forward
-from gyre.kernels.recompute import Turned
+from gyre.kernels.recompute import RecomputeQK
 from gyre.kernels.silu import keeps_product, silu_mul_backward, silu_mul_forward
 from gyre.models.layers.qk_norm_rope import turn_heads, turn_heads_backward
 
@@ -40,7 +40,7 @@ def attention_inputs(
     *,
     heads: tuple[int, int],
     eps: float,
-    lean: Turned | None = None,
+    lean: RecomputeQK | None = None,
     float8: frozenset[Projection] = frozenset(),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (x_TE itself, q_THD, k_TKD, v_TKD); `heads` is (H, K). `lean` learns how to make q and k again."""
@@ -80,7 +80,7 @@ class AttentionInputs(torch.autograd.Function):
         sin_T1D: Tensor,
         heads: tuple[int, int],
         eps: float,
-        lean: Turned | None,
+        lean: RecomputeQK | None,
         float8: frozenset[Projection],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         amax = Amax() if "qkv" in float8 else None

@@ -21,7 +21,7 @@ from gyre.observability.metric_catalog import (
     eval_title,
     place,
 )
-from gyre.observability.report.story import Story, Told, spread
+from gyre.observability.report.story import PlacedRow, Story, spread
 
 MAX_POINTS = 1200  # per series; more are shown as means of neighbours, and the page says so
 ALWAYS_SHOWN = ("reward", "accuracy", "loss")
@@ -63,7 +63,7 @@ def gather_series(story: Story) -> dict[str, Series]:
     return found
 
 
-def eval_numbers(told: Told) -> dict[str, float]:
+def eval_numbers(told: PlacedRow) -> dict[str, float]:
     """Return the measures of one evaluation."""
     detail = told.row.get("detail")
     fields = {**(detail if isinstance(detail, Mapping) else {}), **told.row}

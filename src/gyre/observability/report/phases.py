@@ -9,7 +9,7 @@ from typing import Any
 from gyre.observability.jsonl import as_number
 from gyre.observability.metric_catalog import PHASE_ORDER
 from gyre.observability.overlap import length, union
-from gyre.observability.report.story import Story, Told, spread
+from gyre.observability.report.story import PlacedRow, Story, spread
 
 MAX_SPANS = 30_000
 MAX_COLUMNS = 400  # of seconds per step
@@ -52,7 +52,7 @@ def timeline(story: Story) -> dict[str, Any] | None:
 def phase_spans(story: Story) -> list[Span]:
     """Return closed phases, and those that the last row left open."""
     spans: list[Span] = []
-    open_phases: dict[str, Told] = {}
+    open_phases: dict[str, PlacedRow] = {}
     for told in story.of_kind("attempt.started", "phase.started", "phase.ended"):
         phase = str(told.row.get("phase", ""))
         if told.row["kind"] == "attempt.started":
@@ -68,7 +68,7 @@ def phase_spans(story: Story) -> list[Span]:
     return spans
 
 
-def _span(story: Story, told: Told, phase: str, seconds: float, end_s: float) -> Span:
+def _span(story: Story, told: PlacedRow, phase: str, seconds: float, end_s: float) -> Span:
     depth = told.row.get("depth", phase.count("/"))
     step = told.row.get("step")
     x = story.x(told.stage, float(step)) if isinstance(step, int | float) else -1.0
@@ -180,7 +180,7 @@ def memory(story: Story) -> dict[str, Any] | None:
     }
 
 
-def measured_peak(rows: Sequence[Told], *, on_cpu: bool) -> dict[str, Any] | None:
+def measured_peak(rows: Sequence[PlacedRow], *, on_cpu: bool) -> dict[str, Any] | None:
     """Return the most that was ever allocated, over all workers: on a device within phases, as the allocator counted;
     on a CPU by the whole process, as the system did. None for a run that did not record it."""
     key = "host_peak_rss_bytes" if on_cpu else "device_peak_bytes"
@@ -192,7 +192,7 @@ def measured_peak(rows: Sequence[Told], *, on_cpu: bool) -> dict[str, Any] | Non
     return {"of": "process" if on_cpu else "device", "bytes": int(size), "phase": phase}
 
 
-def whole_device(rows: Sequence[Told], *, on_cpu: bool) -> dict[str, Any] | None:
+def whole_device(rows: Sequence[PlacedRow], *, on_cpu: bool) -> dict[str, Any] | None:
     """Return all that components could hold on the device: a caption, and a line over the chart where that doesn't make
     what is used of it too small to read. On a CPU it is the budget."""
     used = [tier_bytes(told, "device") for told in rows]
@@ -210,11 +210,11 @@ def _is_on_cpu(story: Story) -> bool:
     return any(str(told.row.get("device", "")).startswith("cpu") for told in story.of_kind("run.started"))
 
 
-def owner_bytes(told: Told, owner: str, tier: str) -> int:
+def owner_bytes(told: PlacedRow, owner: str, tier: str) -> int:
     return int(as_number(((told.row.get("owners") or {}).get(owner) or {}).get(tier)) or 0)
 
 
-def choose_boundaries(rows: Sequence[Told], limit: int) -> list[Told]:
+def choose_boundaries(rows: Sequence[PlacedRow], limit: int) -> list[PlacedRow]:
     """Return about `limit` rows at most: all of some steps, evenly spread and with the first peak of each tier."""
     if len(rows) <= limit:
         return list(rows)
@@ -230,5 +230,5 @@ def choose_boundaries(rows: Sequence[Told], limit: int) -> list[Told]:
     return [rows[at] for at in (kept if len(kept) < len(rows) else spread(range(len(rows)), limit))]
 
 
-def tier_bytes(told: Told, tier: str) -> int:
+def tier_bytes(told: PlacedRow, tier: str) -> int:
     return sum(owner_bytes(told, owner, tier) for owner in told.row.get("owners") or {})

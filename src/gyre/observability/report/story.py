@@ -15,7 +15,7 @@ Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class StageSpan:
     """A stage as it happened."""
 
     name: str
@@ -29,7 +29,7 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class PlacedRow:
     """One row with its place."""
 
     row: Row
@@ -39,13 +39,13 @@ class Told:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Story:
-    told: tuple[Told, ...]
-    stages: tuple[Stage, ...]
+    told: tuple[PlacedRow, ...]
+    stages: tuple[StageSpan, ...]
     gaps_s: tuple[float, ...]  # time between attempts that was cut out
     started_t: float | None  # unix time of the first row
     seconds: float  # run time of the newest row
 
-    def of_kind(self, *kinds: str) -> list[Told]:
+    def of_kind(self, *kinds: str) -> list[PlacedRow]:
         return [told for told in self.told if told.row["kind"] in kinds]
 
     def x(self, stage: str, step: float) -> float:
@@ -77,8 +77,8 @@ def tell(rows: Iterable[Row]) -> Story:
     )
 
 
-def _place_in_time(rows: Sequence[Row]) -> tuple[list[Told], list[float]]:
-    told: list[Told] = []
+def _place_in_time(rows: Sequence[Row]) -> tuple[list[PlacedRow], list[float]]:
+    told: list[PlacedRow] = []
     gaps: list[float] = []
     origin_t, latest_t, attempt, stage = 0.0, 0.0, None, ""
     for row in rows:
@@ -92,21 +92,21 @@ def _place_in_time(rows: Sequence[Row]) -> tuple[list[Told], list[float]]:
         attempt, latest_t = row["attempt"], max(latest_t, t)
         if row.get("stage"):
             stage = str(row["stage"])
-        told.append(Told(row=row, stage=stage, time_s=round(max(0.0, t - origin_t), 4)))
+        told.append(PlacedRow(row=row, stage=stage, time_s=round(max(0.0, t - origin_t), 4)))
     return told, gaps
 
 
-def _lay_out_stages(told: Sequence[Told]) -> list[Stage]:
+def _lay_out_stages(told: Sequence[PlacedRow]) -> list[StageSpan]:
     """Lay stages end to end: one whose steps count from the start again begins where the last one ended."""
     planned = _planned_steps(told)
-    stages: list[Stage] = []
+    stages: list[StageSpan] = []
     last_x = 0.0
     for name in dict.fromkeys(item.stage for item in told if item.stage):
         rows = [item for item in told if item.stage == name]
         steps = [float(item.row.get("step") or 0) for item in rows if item.row["kind"] == "step.done"]
         restarts = bool(stages) and (not steps or min(steps) <= last_x)
         offset = last_x + 1 - min(steps) if restarts and steps and min(steps) <= 0 else last_x if restarts else 0.0
-        stage = Stage(
+        stage = StageSpan(
             name=name,
             offset=offset,
             first_x=offset + min(steps, default=0.0),
@@ -121,7 +121,7 @@ def _lay_out_stages(told: Sequence[Told]) -> list[Stage]:
     return stages
 
 
-def _planned_steps(told: Sequence[Told]) -> dict[str, int]:
+def _planned_steps(told: Sequence[PlacedRow]) -> dict[str, int]:
     planned: dict[str, int] = {}
     for item in told:
         if item.row["kind"] == "run.started":

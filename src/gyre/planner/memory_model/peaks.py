@@ -69,7 +69,7 @@ class Engine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class TrainingJob:
     """What is trained, whatever it runs on."""
 
     model: ModelNumbers
@@ -110,7 +110,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
+class PeakInstant:
     """One instant on one rank."""
 
     name: str
@@ -122,7 +122,7 @@ class Moment:
         return sum(self.parts.values())
 
 
-def train_moments(job: Job, layout: Layout, beside: Mapping[str, int] | None = None) -> tuple[Moment, ...]:
+def train_moments(job: TrainingJob, layout: Layout, beside: Mapping[str, int] | None = None) -> tuple[PeakInstant, ...]:
     """The four instants of a training step. `beside`: what else stays on the device meanwhile."""
     base = _resident(job, layout) | dict(beside or {})
     tokens, m, dtype = job.chunk_tokens(layout), job.model, job.dtype
@@ -154,7 +154,7 @@ def train_moments(job: Job, layout: Layout, beside: Mapping[str, int] | None = N
     )
 
 
-def phase_moments(job: Job, layout: Layout, residency: Residency, running: int) -> tuple[Moment, ...]:
+def phase_moments(job: TrainingJob, layout: Layout, residency: Residency, running: int) -> tuple[PeakInstant, ...]:
     """Every instant of an iteration. "resident": nothing leaves the device. "phase": what a phase does not need is on
     the host, or destroyed. `running` completions of full length hold pages."""
     frozen, engine = _frozen(job, layout), _engine(job, layout, running)
@@ -176,7 +176,7 @@ def phase_moments(job: Job, layout: Layout, residency: Residency, running: int) 
     return tuple(moments)
 
 
-def _start_moment(job: Job, layout: Layout, engine: Mapping[str, int] | None) -> Moment:
+def _start_moment(job: TrainingJob, layout: Layout, engine: Mapping[str, int] | None) -> PeakInstant:
     """A stage begins: a rank makes its part of each model and reads its own runs. Master weights are rounded to the
     compute dtype on the way, a run at a time. Without `engine`, phases take turns: what the first one does not need is
     parked when its model is made."""
@@ -193,7 +193,7 @@ def _start_moment(job: Job, layout: Layout, engine: Mapping[str, int] | None) ->
     return max(first, last, key=lambda moment: moment.allocated_bytes)
 
 
-def _score_moment(job: Job, layout: Layout, beside: Mapping[str, int]) -> Moment:
+def _score_moment(job: TrainingJob, layout: Layout, beside: Mapping[str, int]) -> PeakInstant:
     """Log-probs without a gradient, of the policy and of the frozen models; the one of them that takes most."""
     tokens = job.chunk_tokens(layout)
     passes = []
@@ -207,12 +207,12 @@ def _score_moment(job: Job, layout: Layout, beside: Mapping[str, int]) -> Moment
     return max(passes, key=lambda moment: moment.allocated_bytes)
 
 
-def page_bytes(job: Job) -> int:
+def page_bytes(job: TrainingJob) -> int:
     """KV pages of one completion of full length."""
     return job.engine.longest * job.engine.kv_bytes_per_token if job.engine is not None else 0
 
 
-def device_bytes_of(moment: Moment, layout: Layout) -> int:
+def device_bytes_of(moment: PeakInstant, layout: Layout) -> int:
     """Bytes that the device must have free for it: allocated, reserved beside it, and outside the allocator."""
     whole = sum(size for name, size in moment.parts.items() if _is_whole(name))
     passing = moment.allocated_bytes - whole
@@ -220,7 +220,7 @@ def device_bytes_of(moment: Moment, layout: Layout) -> int:
     return whole + int(passing * (1 + FRAGMENT_SHARE)) + outside
 
 
-def host_bytes_of(job: Job, layout: Layout, residency: Residency) -> int:
+def host_bytes_of(job: TrainingJob, layout: Layout, residency: Residency) -> int:
     """Pinned host memory per rank: what is offloaded, what snapshots are staged in, and under "phase" everything that
     leaves and is not destroyed."""
     states = _states(job, layout)
@@ -251,19 +251,19 @@ def host_bytes_of(job: Job, layout: Layout, residency: Residency) -> int:
     return sum((away | leaves | frozen).values())
 
 
-def disk_bytes_of(job: Job, layout: Layout) -> int:
+def disk_bytes_of(job: TrainingJob, layout: Layout) -> int:
     """Of a rank's file of offloaded state."""
     return sum(disk_state_bytes(_states(job, layout), layout).values())
 
 
-def _states(job: Job, layout: Layout) -> dict[str, int]:
+def _states(job: TrainingJob, layout: Layout) -> dict[str, int]:
     states = state_bytes(job.model, job.dtype, layout)
     if job.critic:
         states |= state_bytes(job.model, job.dtype, layout, "critic")
     return states
 
 
-def _resident(job: Job, layout: Layout) -> dict[str, int]:
+def _resident(job: TrainingJob, layout: Layout) -> dict[str, int]:
     states = _states(job, layout)
     away = away_bytes(states, layout)
     places = {}
@@ -275,17 +275,17 @@ def _resident(job: Job, layout: Layout) -> dict[str, int]:
     return kept | {name: size for name, size in places.items() if size}
 
 
-def _host_staging(job: Job, layout: Layout) -> dict[str, int]:
+def _host_staging(job: TrainingJob, layout: Layout) -> dict[str, int]:
     given = job.model, job.dtype, layout, job.offload_cut_bytes
     sizes = {f"{owner}.staging_host": host_staging_bytes(*given, owner=owner) for owner in _owners(job)}
     return {name: size for name, size in sizes.items() if size}
 
 
-def _owners(job: Job) -> tuple[str, ...]:
+def _owners(job: TrainingJob) -> tuple[str, ...]:
     return ("actor", "critic") if job.critic else ("actor",)
 
 
-def _frozen(job: Job, layout: Layout) -> dict[str, int]:
+def _frozen(job: TrainingJob, layout: Layout) -> dict[str, int]:
     """Of models that are not trained, what is on the device when they are asked."""
     sizes = {
         owner: frozen_bytes(model, job.dtype, layout, average=owner == "reference" and job.reference_average)
@@ -296,17 +296,17 @@ def _frozen(job: Job, layout: Layout) -> dict[str, int]:
     return there | {f"{owner}.rooms": room_bytes(model, job.dtype) for owner, model in away.items()}
 
 
-def _frozen_away(job: Job, layout: Layout) -> dict[str, int]:
+def _frozen_away(job: TrainingJob, layout: Layout) -> dict[str, int]:
     models = {owner: model for owner, model in _frozen_models(job).items() if not layout.holds_weights(owner)}
     return {owner: frozen_bytes(model, job.dtype, layout) for owner, model in models.items()}
 
 
-def _frozen_models(job: Job) -> dict[str, ModelNumbers]:
+def _frozen_models(job: TrainingJob) -> dict[str, ModelNumbers]:
     found = {"reference": job.model} if job.reference else {}
     return found | ({"reward": job.reward_model} if job.reward_model is not None else {})
 
 
-def _engine(job: Job, layout: Layout, running: int) -> dict[str, int]:
+def _engine(job: TrainingJob, layout: Layout, running: int) -> dict[str, int]:
     """What generation has on the device: weights of its own where the trainer's are in shards, pages, what is fixed."""
     if job.engine is None:
         return {}
@@ -314,7 +314,7 @@ def _engine(job: Job, layout: Layout, running: int) -> dict[str, int]:
     return {"engine.weights": own, "engine.kv": running * page_bytes(job)} | _fixed(job)
 
 
-def _fixed(job: Job) -> dict[str, int]:
+def _fixed(job: TrainingJob) -> dict[str, int]:
     """What the engine keeps in every phase, whatever is parked: graphs, and the buffers whose addresses they have."""
     if job.engine is None:
         return {}
@@ -325,5 +325,5 @@ def _is_whole(name: str) -> bool:
     return name.startswith(("actor.", "critic.", "engine.", "reference", "reward"))
 
 
-def _moment(name: str, parts: Mapping[str, int]) -> Moment:
-    return Moment(name=name, parts={part: size for part, size in parts.items() if size})
+def _moment(name: str, parts: Mapping[str, int]) -> PeakInstant:
+    return PeakInstant(name=name, parts={part: size for part, size in parts.items() if size})

@@ -14,7 +14,7 @@ from typing import Literal
 from gyre.memory.errors import words
 from gyre.planner.memory_model.activations import layer_bytes
 from gyre.planner.memory_model.states import coded_parameters, on_one_gpu, state_bytes
-from gyre.planner.search.search import Choice
+from gyre.planner.search.search import SearchResult
 from gyre.planner.search.speed import FP8_GAIN
 from gyre.trainer.adamw.blocks import BLOCK
 
@@ -44,7 +44,7 @@ class Line:
     reason: str
 
 
-def training_lines(choice: Choice, settings: Settings) -> tuple[Line, ...]:
+def training_lines(choice: SearchResult, settings: Settings) -> tuple[Line, ...]:
     return (
         _parallelism(choice, settings),
         _memory(choice, settings),
@@ -56,7 +56,7 @@ def training_lines(choice: Choice, settings: Settings) -> tuple[Line, ...]:
     )
 
 
-def inference_lines(choice: Choice, settings: Settings) -> tuple[Line, ...]:
+def inference_lines(choice: SearchResult, settings: Settings) -> tuple[Line, ...]:
     built, gpu = settings.features, choice.cluster.gpu
     weights = choice.job.model.num_parameters * 2
     fits = weights < choice.cluster.device_budget_bytes
@@ -72,7 +72,7 @@ def inference_lines(choice: Choice, settings: Settings) -> tuple[Line, ...]:
     )
 
 
-def _engine_lines(choice: Choice, settings: Settings) -> tuple[Line, ...]:
+def _engine_lines(choice: SearchResult, settings: Settings) -> tuple[Line, ...]:
     """The lines that the engine of a ring answers."""
     engine, names = choice.job.engine, ("Continuous batching", "PagedAttention", "Prefix caching")
     if engine is None:
@@ -112,7 +112,7 @@ def tree_for(over: float) -> str:
     return "ZeRO-3" if over <= 10 else "ZeRO-3 + offload or more GPUs"
 
 
-def _parallelism(choice: Choice, settings: Settings) -> Line:
+def _parallelism(choice: SearchResult, settings: Settings) -> Line:
     layout, gpu = choice.best.layout, choice.cluster.gpu
     advice = f"the reference's matrix says {strategy_for(choice.job.model.num_parameters)} at this size"
     if layout.gpus == 1:
@@ -126,7 +126,7 @@ def _parallelism(choice: Choice, settings: Settings) -> Line:
     return Line(name="Parallelism configured", state=_state("several GPUs", settings), reason=reason)
 
 
-def _memory(choice: Choice, settings: Settings) -> Line:
+def _memory(choice: SearchResult, settings: Settings) -> Line:
     layout, job = choice.best.layout, choice.job
     from_one = sum(state_bytes(job.model, job.dtype, on_one_gpu(layout)).values()) * job.copies
     ratio = from_one / choice.cluster.device_budget_bytes
@@ -145,7 +145,7 @@ def _memory(choice: Choice, settings: Settings) -> Line:
     return Line(name="Memory optimization", state="not built" if missing else "on", reason=reason)
 
 
-def _moments(choice: Choice, settings: Settings) -> str:
+def _moments(choice: SearchResult, settings: Settings) -> str:
     """What the optimiser's moments take in 8 bits, or would."""
     if not settings.features["8-bit optimizer states"]:
         return "8-bit optimizer states: not built"
@@ -161,7 +161,7 @@ def _moments(choice: Choice, settings: Settings) -> str:
     return f"8-bit optimizer states off: trainer.moments = '8_bit' would make {words(coded)} of {words(wide)} per GPU"
 
 
-def _offload(choice: Choice) -> str:
+def _offload(choice: SearchResult) -> str:
     """Whether state lives away from the device, where, and why."""
     layout, best = choice.best.layout, choice.best
     parts = []
@@ -181,7 +181,7 @@ def _offload(choice: Choice) -> str:
     return f"offload on ({' and '.join(parts)}), {why}: {' and '.join(sizes)} per GPU"
 
 
-def _checkpointing(choice: Choice, settings: Settings) -> Line:
+def _checkpointing(choice: SearchResult, settings: Settings) -> Line:
     job, layout = choice.job, choice.best.layout
     sizes = {
         mode: job.chunk_tokens(layout)
@@ -200,7 +200,7 @@ def _checkpointing(choice: Choice, settings: Settings) -> Line:
     return Line(name="Gradient checkpointing", state=_state("activation checkpointing", settings), reason=reason)
 
 
-def _precision(choice: Choice, settings: Settings) -> Line:
+def _precision(choice: SearchResult, settings: Settings) -> Line:
     """BF16, or FP16 with loss scaling where there is none; and what FP8 would do or does beside either."""
     gpu, dtype = choice.cluster.gpu, choice.job.dtype
     kept = "master weights" if choice.job.moments == "8_bit" else "master weights and moments"
@@ -216,7 +216,7 @@ def _precision(choice: Choice, settings: Settings) -> Line:
     return Line(name=name, state="off", reason=reason)
 
 
-def _fp8(choice: Choice, settings: Settings) -> str:
+def _fp8(choice: SearchResult, settings: Settings) -> str:
     gpu, job = choice.cluster.gpu, choice.job
     if not gpu.fp8_flops:
         return f"FP8 off: {gpu.name} does not multiply 8-bit floats"

@@ -15,11 +15,11 @@ from gyre.planner.memory_model.peaks import device_bytes_of
 from gyre.planner.report.checklist import Line
 from gyre.planner.report.explain import COLUMNS, NOTHING, table, wide_table
 from gyre.planner.search.candidates import Candidate
-from gyre.planner.search.search import Choice
+from gyre.planner.search.search import SearchResult
 from gyre.planner.search.speed import FP8_GAIN, chunks_per_update, sent_bytes
 
 
-def describe(choice: Choice, training: Sequence[Line], inference: Sequence[Line], columns: int = COLUMNS) -> str:
+def describe(choice: SearchResult, training: Sequence[Line], inference: Sequence[Line], columns: int = COLUMNS) -> str:
     """The whole choice for people."""
     cluster, best = choice.cluster, choice.best
     head = (
@@ -38,7 +38,7 @@ def describe(choice: Choice, training: Sequence[Line], inference: Sequence[Line]
     return head + "\n\n" + "\n\n".join(f"{title}\n{text}" for title, text in parts) + "\n"
 
 
-def as_mapping(choice: Choice, training: Sequence[Line], inference: Sequence[Line]) -> dict[str, Any]:
+def as_mapping(choice: SearchResult, training: Sequence[Line], inference: Sequence[Line]) -> dict[str, Any]:
     """The same for programs."""
     return {
         "gpus": choice.cluster.gpus,
@@ -56,7 +56,7 @@ def as_mapping(choice: Choice, training: Sequence[Line], inference: Sequence[Lin
     }
 
 
-def reasons(choice: Choice) -> list[str]:
+def reasons(choice: SearchResult) -> list[str]:
     """Why the best is the best: the faster ones that do not fit, then the ones that fit and are slower."""
     best = choice.best
     said = [f"{_took(best, choice)}, the fastest of those that fit: {best.layout.words()}"]
@@ -81,12 +81,12 @@ def reasons(choice: Choice) -> list[str]:
     return said
 
 
-def _took(candidate: Candidate, choice: Choice) -> str:
+def _took(candidate: Candidate, choice: SearchResult) -> str:
     rate = choice.job.tokens_per_update / choice.cluster.gpus / candidate.time.seconds
     return f"{candidate.time.seconds:.2f} s ({rate:,.0f} tokens/s per GPU)"
 
 
-def _moment_rows(choice: Choice) -> list[tuple[str, ...]]:
+def _moment_rows(choice: SearchResult) -> list[tuple[str, ...]]:
     moments, layout = choice.best.moments, choice.best.layout
     names = list(dict.fromkeys(name for moment in moments for name in moment.parts))
     rows = [(name, *(words(m.parts[name]) if name in m.parts else NOTHING for m in moments)) for name in names]
@@ -95,7 +95,7 @@ def _moment_rows(choice: Choice) -> list[tuple[str, ...]]:
     return rows
 
 
-def _time_rows(choice: Choice) -> list[tuple[str, ...]]:
+def _time_rows(choice: SearchResult) -> list[tuple[str, ...]]:
     job, best, gpu = choice.job, choice.best, choice.cluster.gpu
     time, layout = best.time, best.layout
     sent = ", ".join(f"{name} {words(size)}" for name, size in sent_bytes(job, layout).items()) or "nothing is sent"
@@ -123,7 +123,7 @@ def _fold(text: str, columns: int, first: str, indent: str) -> str:
     return textwrap.fill(text, columns, initial_indent=first, subsequent_indent=indent, break_on_hyphens=False)
 
 
-def _candidate(choice: Choice, candidate: Candidate) -> dict[str, Any]:
+def _candidate(choice: SearchResult, candidate: Candidate) -> dict[str, Any]:
     layout = candidate.layout
     return {
         "layout": dataclasses.asdict(layout),

@@ -14,8 +14,8 @@ from gyre.memory.config import Residency
 from gyre.planner.gpus import Gpu
 from gyre.planner.memory_model.peaks import (
     USABLE_SHARE,
-    Job,
-    Moment,
+    PeakInstant,
+    TrainingJob,
     device_bytes_of,
     disk_bytes_of,
     host_bytes_of,
@@ -32,7 +32,7 @@ OFFLOAD: tuple[Offload, ...] = ("none", "host", "disk")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
+class GpuCluster:
     """What there is to run on."""
 
     gpus: int
@@ -78,8 +78,8 @@ class Candidate:
     layout: Layout
     residency: Residency
     running: int  # completions per GPU whose pages fit; 0 when nothing is generated
-    moments: tuple[Moment, ...]
-    peak: Moment  # the one that needs the most
+    moments: tuple[PeakInstant, ...]
+    peak: PeakInstant  # the one that needs the most
     device_bytes: int  # that it needs per GPU
     host_bytes: int  # that it pins per GPU
     disk_bytes: int  # of a file per GPU; what the disk has is not known here
@@ -92,7 +92,7 @@ class Candidate:
         return not self.short_device_bytes and not self.short_host_bytes
 
 
-def layouts(job: Job, cluster: Cluster, fixed: Fixed) -> Iterator[Layout]:
+def layouts(job: TrainingJob, cluster: GpuCluster, fixed: Fixed) -> Iterator[Layout]:
     """Every layout that the fixed settings leave."""
     for zero, shard_ranks in _splits(cluster.gpus, cluster.gpu.gpus_per_host, fixed):
         for checkpointing in CHECKPOINTING if fixed.checkpointing is None else (fixed.checkpointing,):
@@ -114,13 +114,13 @@ def layouts(job: Job, cluster: Cluster, fixed: Fixed) -> Iterator[Layout]:
                     )
 
 
-def _refuses_weights_away(job: Job, zero: Zero, optimizer: Offload) -> bool:
+def _refuses_weights_away(job: TrainingJob, zero: Zero, optimizer: Offload) -> bool:
     """As the trainer and its config do: weights on the host are whole, and the larger state goes first."""
     trained = {"actor", "critic"} & set(job.offload_parameters)
     return zero >= 2 or (bool(trained) and optimizer == "none")
 
 
-def judge(job: Job, cluster: Cluster, layout: Layout, residency: Residency | None = None) -> Candidate:
+def judge(job: TrainingJob, cluster: GpuCluster, layout: Layout, residency: Residency | None = None) -> Candidate:
     """A layout's memory and time. Where `residency` leaves it open, everything stays resident if that fits with every
     completion that should run; else phases take turns, with as many completions as fit."""
     wanted = job.engine.running if job.engine is not None else 0
@@ -137,7 +137,7 @@ def judge(job: Job, cluster: Cluster, layout: Layout, residency: Residency | Non
     return _judge_as(job, cluster, layout, "phase", min(wanted, 1 + room))
 
 
-def _judge_as(job: Job, cluster: Cluster, layout: Layout, residency: Residency, running: int) -> Candidate:
+def _judge_as(job: TrainingJob, cluster: GpuCluster, layout: Layout, residency: Residency, running: int) -> Candidate:
     moments = phase_moments(job, layout, residency, running)
     peak = max(moments, key=lambda moment: device_bytes_of(moment, layout))
     device_bytes, host_bytes = device_bytes_of(peak, layout), host_bytes_of(job, layout, residency)
@@ -180,7 +180,7 @@ def _splits(gpus: int, per_host: int, fixed: Fixed) -> Iterator[tuple[Zero, int]
                 yield zero, size
 
 
-def _chunks(job: Job, gpus: int, fixed: Fixed) -> list[int]:
+def _chunks(job: TrainingJob, gpus: int, fixed: Fixed) -> list[int]:
     """From the longest sequence upwards, to what one rank gets of an update."""
     if fixed.tokens_per_chunk is not None:
         return [fixed.tokens_per_chunk]

@@ -12,16 +12,16 @@ from dataclasses import replace
 from gyre.core.errors import MemoryBudgetError
 from gyre.memory.errors import words
 from gyre.planner.gpus import GPUS
-from gyre.planner.memory_model.peaks import Job
-from gyre.planner.search.candidates import Candidate, Cluster, Fixed, in_order, judge, layouts
+from gyre.planner.memory_model.peaks import TrainingJob
+from gyre.planner.search.candidates import Candidate, Fixed, GpuCluster, in_order, judge, layouts
 from gyre.planner.ways import CHEAPEST_FIRST, Way, join_ways, ways_out
 
 MOST_GPUS = 4096  # that a refusal proposes
 STEP_TOKENS = 256  # to which the longest sequence that fits is told
-_Way = Way[tuple[Cluster, Fixed], Candidate]
+_Way = Way[tuple[GpuCluster, Fixed], Candidate]
 
 
-def refusal_of(job: Job, cluster: Cluster, fixed: Fixed, judged: Sequence[Candidate]) -> MemoryBudgetError:
+def refusal_of(job: TrainingJob, cluster: GpuCluster, fixed: Fixed, judged: Sequence[Candidate]) -> MemoryBudgetError:
     nearest = min(judged, key=lambda c: (c.short_device_bytes + c.short_host_bytes, c.time.seconds))
     largest = sorted(nearest.peak.parts.items(), key=lambda item: -item[1])[:4]
     short = []
@@ -48,7 +48,7 @@ def refusal_of(job: Job, cluster: Cluster, fixed: Fixed, judged: Sequence[Candid
     )
 
 
-def _kinds(cluster: Cluster, fixed: Fixed) -> Iterator[Iterator[_Way]]:
+def _kinds(cluster: GpuCluster, fixed: Fixed) -> Iterator[Iterator[_Way]]:
     """Each setting that was given, opened alone; then more GPUs, then larger ones."""
     given = fixed.given()
     for name in CHEAPEST_FIRST:
@@ -58,7 +58,7 @@ def _kinds(cluster: Cluster, fixed: Fixed) -> Iterator[Iterator[_Way]]:
     yield _larger_gpus(cluster, fixed)
 
 
-def _opened(cluster: Cluster, fixed: Fixed, name: str, value: object) -> _Way:
+def _opened(cluster: GpuCluster, fixed: Fixed, name: str, value: object) -> _Way:
     opened = replace(fixed, **{name: None})
     if name == "zero":
         opened = replace(opened, shard_ranks=None)
@@ -70,7 +70,7 @@ def _opened(cluster: Cluster, fixed: Fixed, name: str, value: object) -> _Way:
     return Way(asked=(cluster, opened), words=say)
 
 
-def _more_gpus(cluster: Cluster, fixed: Fixed) -> Iterator[_Way]:
+def _more_gpus(cluster: GpuCluster, fixed: Fixed) -> Iterator[_Way]:
     gpus = cluster.gpus
     opened = replace(fixed, shard_ranks=None, zero=None if gpus == 1 else fixed.zero)
     while (gpus := 2 * gpus) <= MOST_GPUS:
@@ -78,7 +78,7 @@ def _more_gpus(cluster: Cluster, fixed: Fixed) -> Iterator[_Way]:
         yield Way(asked=(more, opened), words=lambda found, gpus=gpus: f"{gpus} GPUs ({found.layout.words()})")
 
 
-def _larger_gpus(cluster: Cluster, fixed: Fixed) -> Iterator[_Way]:
+def _larger_gpus(cluster: GpuCluster, fixed: Fixed) -> Iterator[_Way]:
     larger = [gpu for gpu in GPUS.values() if gpu.device_bytes > cluster.gpu.device_bytes]
     for gpu in sorted(larger, key=lambda gpu: gpu.device_bytes):
         yield Way(
@@ -87,21 +87,21 @@ def _larger_gpus(cluster: Cluster, fixed: Fixed) -> Iterator[_Way]:
         )
 
 
-def _host_of(cluster: Cluster, gpus: int) -> int | None:
+def _host_of(cluster: GpuCluster, gpus: int) -> int | None:
     """The host memory that was given was for so many GPUs; more of them in a host share it no worse."""
     if cluster.host_bytes is None:
         return None
     return cluster.host_bytes * min(gpus, cluster.gpu.gpus_per_host) // cluster.per_host
 
 
-def _best_of(job: Job, cluster: Cluster, fixed: Fixed) -> Candidate | None:
+def _best_of(job: TrainingJob, cluster: GpuCluster, fixed: Fixed) -> Candidate | None:
     fitting = [
         c for c in (judge(job, cluster, layout, fixed.residency) for layout in layouts(job, cluster, fixed)) if c.fits
     ]
     return min(fitting, key=in_order) if fitting else None
 
 
-def _longest_that_fits(job: Job, cluster: Cluster, fixed: Fixed) -> int:
+def _longest_that_fits(job: TrainingJob, cluster: GpuCluster, fixed: Fixed) -> int:
     """Tokens, to the nearest 256 below; 0 when even short sequences do not fit."""
     low, high = 0, job.longest // STEP_TOKENS
     while low < high:

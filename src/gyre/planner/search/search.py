@@ -12,24 +12,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gyre.core.errors import ConfigError
-from gyre.planner.memory_model.peaks import Job
-from gyre.planner.search.candidates import Candidate, Cluster, Fixed, in_order, judge, layouts
+from gyre.planner.memory_model.peaks import TrainingJob
+from gyre.planner.search.candidates import Candidate, Fixed, GpuCluster, in_order, judge, layouts
 from gyre.planner.search.nearest import refusal_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class SearchResult:
     """What to run, and what was passed over for it."""
 
-    job: Job
-    cluster: Cluster
+    job: TrainingJob
+    cluster: GpuCluster
     fixed: Fixed
     best: Candidate
     next_best: tuple[Candidate, ...]  # that fit, in order, one of each kind
     discarded: tuple[Candidate, ...]  # predicted faster than the best, and they do not fit
 
 
-def choose(job: Job, cluster: Cluster, fixed: Fixed | None = None) -> Choice:
+def choose(job: TrainingJob, cluster: GpuCluster, fixed: Fixed | None = None) -> SearchResult:
     """The fastest layout that fits. MemoryBudgetError when none does."""
     fixed = fixed or Fixed()
     _check(job, cluster, fixed)
@@ -39,7 +39,7 @@ def choose(job: Job, cluster: Cluster, fixed: Fixed | None = None) -> Choice:
         raise refusal_of(job, cluster, fixed, judged)
     best = fitting[0]
     faster = [c for c in judged if not c.fits and c.time.seconds < best.time.seconds]
-    return Choice(
+    return SearchResult(
         job=job,
         cluster=cluster,
         fixed=fixed,
@@ -49,7 +49,7 @@ def choose(job: Job, cluster: Cluster, fixed: Fixed | None = None) -> Choice:
     )
 
 
-def _check(job: Job, cluster: Cluster, fixed: Fixed) -> None:
+def _check(job: TrainingJob, cluster: GpuCluster, fixed: Fixed) -> None:
     if fixed.tokens_per_chunk is not None and fixed.tokens_per_chunk < job.longest:
         raise ConfigError(
             f"tokens_per_chunk = {fixed.tokens_per_chunk} cannot hold a sequence of {job.longest} tokens",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from gyre.memory.config import Residency
 from gyre.planner.gpus import DISK_BYTES_PER_S, NETWORK_BYTES_PER_S, Gpu
 from gyre.planner.memory_model.activations import ITEM_BYTES, block_columns
-from gyre.planner.memory_model.peaks import Job, host_bytes_of
+from gyre.planner.memory_model.peaks import TrainingJob, host_bytes_of
 from gyre.planner.memory_model.states import (
     FLOAT,
     Layout,
@@ -54,12 +54,12 @@ class StepTime:
         return self.compute_s + self.again_s + self.exposed_s + self.memory_s + self.host_s + self.switch_s
 
 
-def chunks_per_update(job: Job, layout: Layout) -> int:
+def chunks_per_update(job: TrainingJob, layout: Layout) -> int:
     """Of each rank."""
     return max(1, -(-job.tokens_per_update // (layout.gpus * layout.tokens_per_chunk)))
 
 
-def forward_flops(job: Job) -> tuple[float, float, float]:
+def forward_flops(job: TrainingJob) -> tuple[float, float, float]:
     """Per token: (of the layers' products, of attention, of the head). Attention sees half of its sequence."""
     m = job.model
     products = 2 * m.num_layers * m.layer_parameters
@@ -67,7 +67,7 @@ def forward_flops(job: Job) -> tuple[float, float, float]:
     return products, attention, 2 * m.embedding_parameters
 
 
-def sent_bytes(job: Job, layout: Layout) -> dict[str, int]:
+def sent_bytes(job: TrainingJob, layout: Layout) -> dict[str, int]:
     """Bytes that each rank sends per update, by collective, with the ring factors (n - 1) / n. The gradient is reduced
     in float32, or by FSDP2 (ZeRO-2, 3) after each chunk in the compute dtype that it was found in. Weights are gathered
     in the compute dtype; under ZeRO-3 twice per chunk, embedding and head once. FSDP2 gathers layers in 8 bits where
@@ -93,7 +93,7 @@ def sent_bytes(job: Job, layout: Layout) -> dict[str, int]:
     return sent
 
 
-def step_time(job: Job, layout: Layout, gpu: Gpu, residency: Residency) -> StepTime:
+def step_time(job: TrainingJob, layout: Layout, gpu: Gpu, residency: Residency) -> StepTime:
     """Seconds of one update on one rank."""
     tokens, chunks = job.tokens_per_update / layout.gpus, chunks_per_update(job, layout)
     rate = (gpu.bf16_flops or gpu.fp16_flops) * gpu.training_share
@@ -124,7 +124,7 @@ def step_time(job: Job, layout: Layout, gpu: Gpu, residency: Residency) -> StepT
     )
 
 
-def _exposed_seconds(job: Job, layout: Layout, gpu: Gpu, traffic_s: float, chunk_s: float) -> float:
+def _exposed_seconds(job: TrainingJob, layout: Layout, gpu: Gpu, traffic_s: float, chunk_s: float) -> float:
     """Of collectives, what FSDP2 cannot hide: gradients that are summed once have one chunk to hide under."""
     if layout.zero < 2:
         return traffic_s
@@ -141,7 +141,7 @@ def _link_rate(collective: str, layout: Layout, gpu: Gpu) -> float:
     return gpu.collective_bytes_per_s if group <= gpu.gpus_per_host else NETWORK_BYTES_PER_S
 
 
-def _host_seconds(job: Job, layout: Layout, gpu: Gpu, chunks: int) -> float:
+def _host_seconds(job: TrainingJob, layout: Layout, gpu: Gpu, chunks: int) -> float:
     """Optimiser state there and back once per update, both ways at once; what is in a file waits for the disk, which a
     host's GPUs share. Gradients go as often as they are summed, once there and back to be summed over flat ranks, and
     come for the update."""
@@ -160,7 +160,7 @@ def _host_seconds(job: Job, layout: Layout, gpu: Gpu, chunks: int) -> float:
     return job.copies * (seconds + passes * sums / gpu.host_copy_bytes_per_s(layout.gpus))
 
 
-def _weights_seconds(job: Job, layout: Layout, gpu: Gpu, chunks: int, compute_s: float) -> float:
+def _weights_seconds(job: TrainingJob, layout: Layout, gpu: Gpu, chunks: int, compute_s: float) -> float:
     """Weights on the host come twice per chunk, but for the layers at which it turns, beside the computation; what is
     outside the layers comes once per update, and new weights leave with the state that they are made of."""
     away, m = [owner for owner in ("actor", "critic")[: job.copies] if not layout.holds_weights(owner)], job.model
@@ -170,7 +170,7 @@ def _weights_seconds(job: Job, layout: Layout, gpu: Gpu, chunks: int, compute_s:
     return len(away) * around + max(0.0, len(away) * layers / rate - compute_s)
 
 
-def _switch_seconds(job: Job, layout: Layout, gpu: Gpu, residency: Residency) -> float:
+def _switch_seconds(job: TrainingJob, layout: Layout, gpu: Gpu, residency: Residency) -> float:
     if residency == "resident" or job.engine is None:
         return 0.0
     moved = host_bytes_of(job, layout, residency) - host_bytes_of(job, layout, "resident")

@@ -48,7 +48,7 @@ _FINEST_DECIMALS = 6  # of a label; past them its digits are a float's rounding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Number:
+class WrittenNumber:
     """One number as it was written."""
 
     value: Fraction  # of "5%": 5
@@ -64,7 +64,7 @@ class Number:
         return self.value.denominator == 1
 
 
-def read_number(text: str, question: str = "", *, lead_in: bool = True) -> Number | None:
+def read_number(text: str, question: str = "", *, lead_in: bool = True) -> WrittenNumber | None:
     """Read one number that fills the text, or return None. `lead_in` False: "The answer is 42" is none (labels)."""
     if len(text) > _LONGEST:
         return None
@@ -94,7 +94,7 @@ def _ascii_latex(text: str) -> str:
     return " ".join(re.sub(r"\\[,;: ]|(?<=[0-9])~(?=[A-Za-z\\])", " ", text).split())
 
 
-def _value(form: Form, found: re.Match[str]) -> Number | None:
+def _value(form: Form, found: re.Match[str]) -> WrittenNumber | None:
     """The number without sign and unit from a pattern's groups; None for a zero below the line and the like."""
     parts = [part for part in found.groups() if part is not None]
     if form == "fraction":
@@ -105,16 +105,16 @@ def _value(form: Form, found: re.Match[str]) -> Number | None:
             return None
         lowest = math.gcd(above, below) == 1
         value = whole + Fraction(above, below)
-        return Number(value=value, form=form, written=found[0], decimals=0, in_lowest_terms=lowest)
+        return WrittenNumber(value=value, form=form, written=found[0], decimals=0, in_lowest_terms=lowest)
     digits, _, exponent = parts[0].replace(",", "").lower().partition("e")
     power = int(exponent or 0) + (int(parts[1]) if form == "power" else 0)
     decimals = len(digits.partition(".")[2]) - power
     form = "exponent" if exponent else form
     value = Fraction(digits) * Fraction(10) ** power
-    return Number(value=value, form=form, written=found[0], decimals=max(decimals, 0))
+    return WrittenNumber(value=value, form=form, written=found[0], decimals=max(decimals, 0))
 
 
-def _finish(number: Number, sign: int, currency: str, rest: str, question: str) -> Number | None:
+def _finish(number: WrittenNumber, sign: int, currency: str, rest: str, question: str) -> WrittenNumber | None:
     """Add sign, scale, percent sign and unit; None when what follows the number is none of them."""
     scale = _SCALE.match(rest)
     if scale and number.form == "plain":
@@ -133,14 +133,14 @@ def _finish(number: Number, sign: int, currency: str, rest: str, question: str) 
     return replace(number, unit=unit)
 
 
-def _scaled(number: Number, scale: str) -> Number:
+def _scaled(number: WrittenNumber, scale: str) -> WrittenNumber:
     factor = SCALES[scale.strip().casefold()]
     decimals = max(number.decimals - len(str(factor)) + 1, 0)
     written = number.written + scale
     return replace(number, value=number.value * factor, form="scaled", decimals=decimals, written=written)
 
 
-def same_number(ours: Number, theirs: Number, *, tolerance: float, question: str = "") -> bool:
+def same_number(ours: WrittenNumber, theirs: WrittenNumber, *, tolerance: float, question: str = "") -> bool:
     """Whether an answer is the label. tolerance: relative, for labels that are not whole; see docs/rewards.md."""
     if ours.unit is not None and not _unit_fits(ours.unit, theirs, question):
         return False
@@ -154,13 +154,15 @@ def same_number(ours: Number, theirs: Number, *, tolerance: float, question: str
     return _equal(ours, theirs, tolerance, question)
 
 
-def _unit_fits(unit: Unit, theirs: Number, question: str) -> bool:
+def _unit_fits(unit: Unit, theirs: WrittenNumber, question: str) -> bool:
     if theirs.unit is not None:
         return unit == theirs.unit
     return not theirs.percent and not contradicts(unit, question)
 
 
-def _equal(ours: Number, theirs: Number, tolerance: float, question: str, *, factor: Fraction | int = 1) -> bool:
+def _equal(
+    ours: WrittenNumber, theirs: WrittenNumber, tolerance: float, question: str, *, factor: Fraction | int = 1
+) -> bool:
     """Compare `factor` times the answer with the label, in the label's digits."""
     if ours.form == "power" and theirs.form not in ("power", "exponent"):
         return False
@@ -179,7 +181,7 @@ def _equal(ours: Number, theirs: Number, tolerance: float, question: str, *, fac
     return abs(value - theirs.value) <= room
 
 
-def _is_shown(number: Number, question: str) -> bool:
+def _is_shown(number: WrittenNumber, question: str) -> bool:
     """Whether the question has the number as the answer writes it, a fraction in any spelling."""
     wanted = [re.escape(number.written)]
     if number.form == "fraction":

@@ -32,7 +32,7 @@ from gyre.rewards.code.judging import (
     evaluate,
     needs_object,
 )
-from gyre.rewards.code.values import Meter, TooMuch, native
+from gyre.rewards.code.values import TooMuch, WorkBudget, native
 
 _MOST_CALLS = 1000  # of one text, its loops unrolled
 _LIBRARIES = sys.stdlib_module_names | {"numpy", "pytest", "pandas", "torch", "scipy", "sympy"}
@@ -44,7 +44,7 @@ class UnreadableTests(ValueError):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Call:
+class HarnessCall:
     """One thing for the harness to do; see there for what `spec` may hold."""
 
     spec: Mapping[str, Any]
@@ -54,12 +54,12 @@ class Call:
 class Assertion:
     """One assert. Without `tree` it is decided inside the sandbox, by the last of its calls."""
 
-    calls: tuple[Call, ...]  # in order, with the statements that must run before
+    calls: tuple[HarnessCall, ...]  # in order, with the statements that must run before
     tree: ast.expr | None = None  # over the names of `values`
-    values: Mapping[str, Call]  # placeholder → the call that gives its value
+    values: Mapping[str, HarnessCall]  # placeholder → the call that gives its value
     text: str
-    statements: tuple[Call, ...] = ()  # those of `calls` that give no value
-    whole: Call | None = None  # the assert as it can be decided inside
+    statements: tuple[HarnessCall, ...] = ()  # those of `calls` that give no value
+    whole: HarnessCall | None = None  # the assert as it can be decided inside
     callees: Mapping[str, str] = field(default_factory=dict)  # placeholder → the function that gives its value
 
 
@@ -70,7 +70,9 @@ class _Known:
     source: ast.expr
     tree: ast.expr | None  # None: a name inside the sandbox
     callee: str = ""  # of a name inside: the function that gave its value
-    values: Mapping[str, tuple[Call, str]] = field(default_factory=dict)  # placeholders of the tree, with their callees
+    values: Mapping[str, tuple[HarnessCall, str]] = field(
+        default_factory=dict
+    )  # placeholders of the tree, with their callees
 
 
 def read_asserts(text: str, function: str | None) -> list[Assertion]:
@@ -130,7 +132,7 @@ class _Reader:
     def __init__(self, text: str, body: list[ast.stmt], function: str | None) -> None:
         self.text = text.strip()
         self.found: list[Assertion] = []
-        self.statements: list[Call] = []  # to run inside before what comes next
+        self.statements: list[HarnessCall] = []  # to run inside before what comes next
         self.helpers: set[str] = set()  # functions and modules of the test's own
         self.given: set[str] = set()  # names whose values calls were given, which may have changed them
         self.count = 0
@@ -159,7 +161,7 @@ class _Reader:
         return "\n".join([self.text, *(f"{name}({self.function})" for name in self.uncalled)])
 
     def decide_inside(self, source: str) -> None:
-        call = Call({"check": source})
+        call = HarnessCall({"check": source})
         self.found.append(Assertion(calls=(*self.statements, call), values={}, text=source))
 
     # ---- statements
@@ -174,7 +176,7 @@ class _Reader:
                     self.read_check(statement, ast.Name(str(self.function), ast.Load()), names)
             elif isinstance(statement, ast.FunctionDef | ast.Import | ast.ImportFrom):
                 self.helpers |= _defines(statement)
-                self.statements.append(Call({"statement": ast.unparse(statement)}))
+                self.statements.append(HarnessCall({"statement": ast.unparse(statement)}))
             elif isinstance(statement, ast.Assign | ast.AnnAssign):
                 self.read_assign(statement, names)
                 stored = (each for each in ast.walk(statement) if isinstance(each, ast.Name))
@@ -215,7 +217,7 @@ class _Reader:
                 values=splitter.values,
                 text=ast.unparse(statement.test),
                 statements=tuple(self.statements),
-                whole=Call({"check": ast.unparse(whole)}),
+                whole=HarnessCall({"check": ast.unparse(whole)}),
                 callees=splitter.callees,
             )
         )
@@ -259,7 +261,7 @@ class _Reader:
             self.count += 1
             own[each.id] = _Known(ast.Name(f"{_OWN}{self.count}", ast.Load()), None, callee)
         source = f"{ast.unparse(_replaced(target, own))} = {ast.unparse(_replaced(value, names))}"
-        self.statements.append(Call({"statement": source}))
+        self.statements.append(HarnessCall({"statement": source}))
         names.update(own)
 
     def read_for(self, statement: ast.For, names: dict[str, _Known]) -> None:
@@ -270,7 +272,7 @@ class _Reader:
         if splitter.values or statement.orelse or not all(isinstance(each, ast.Name) for each in of_names):
             raise NotKnown
         try:
-            items = list(evaluate(tree, Scope(values={}, meter=Meter(), tolerance=0.0)))
+            items = list(evaluate(tree, Scope(values={}, meter=WorkBudget(), tolerance=0.0)))
             rows = [list(item) if isinstance(targets, ast.Tuple) else [item] for item in items]
             literals = [[ast.parse(repr(native(each)), mode="eval").body for each in row] for row in rows]
         except (*FAULTS, SyntaxError, TooMuch) as error:
@@ -295,7 +297,7 @@ class _Reader:
         for node in ast.walk(value):  # it may change what these names stand for
             if isinstance(node, ast.Name) and node.id in names and names[node.id].tree is not None:
                 self.keep_inside(ast.Name(node.id, ast.Store()), ast.Name(node.id, ast.Load()), names, "")
-        self.statements.append(Call({"statement": ast.unparse(_replaced(value, names))}))
+        self.statements.append(HarnessCall({"statement": ast.unparse(_replaced(value, names))}))
 
 
 class _Splitter:
@@ -307,7 +309,7 @@ class _Splitter:
         self.function = reader.function
         self.bound: set[str] = set()  # by a comprehension
         self.asks_names = False  # whether it is about names themselves, whose values are copied for each use
-        self.values: dict[str, Call] = {}
+        self.values: dict[str, HarnessCall] = {}
         self.callees: dict[str, str] = {}  # placeholder → the function that gives its value
 
     def truth(self, node: ast.expr) -> ast.expr:
@@ -349,7 +351,7 @@ class _Splitter:
         self.reader.given |= _mutable_names(node, self.names)
         self.reader.count += 1
         placeholder = f"{_OWN}{self.reader.count}"
-        self.values[placeholder] = Call({"expression": ast.unparse(_replaced(node, self.names))})
+        self.values[placeholder] = HarnessCall({"expression": ast.unparse(_replaced(node, self.names))})
         self.callees[placeholder] = callee
         return ast.Name(placeholder, ast.Load())
 
@@ -577,7 +579,7 @@ class _Asker(ast.NodeTransformer):
 
     def __init__(self, assertion: Assertion, objects: set[str]) -> None:
         self.assertion, self.objects = assertion, objects
-        self.made: dict[str, Call] = {}
+        self.made: dict[str, HarnessCall] = {}
         self.callees: dict[str, str] = {}
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
@@ -604,6 +606,6 @@ class _Asker(ast.NodeTransformer):
         source = ast.parse(str(self.assertion.values[value.id].spec["expression"]), mode="eval").body
         inside = _replaced(node, {value.id: _Known(source, None)})
         name = f"{_OWN}of_{len(self.made)}_{value.id}"
-        self.made[name] = Call({"expression": ast.unparse(inside)})
+        self.made[name] = HarnessCall({"expression": ast.unparse(inside)})
         self.callees[name] = self.assertion.callees[value.id]
         return ast.Name(name, ast.Load())

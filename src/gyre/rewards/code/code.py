@@ -26,9 +26,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gyre.rewards.code.asserts import Assertion, Call, UnreadableTests, ask_inside, read_asserts
+from gyre.rewards.code.asserts import Assertion, HarnessCall, UnreadableTests, ask_inside, read_asserts
 from gyre.rewards.code.judging import FAULTS, CallFailed, Failed, Scope, evaluate
-from gyre.rewards.code.values import Meter, TooMuch, decode, holds_object, is_close, same, shown, wrap
+from gyre.rewards.code.values import TooMuch, WorkBudget, decode, holds_object, is_close, same, shown, wrap
 from gyre.rewards.sandbox.records import Limits, Program, ProgramResult
 
 __all__ = [
@@ -55,7 +55,7 @@ class Case:
 
     stdin: str | None = None
     stdout: str = ""
-    calls: tuple[Call, ...] = ()
+    calls: tuple[HarnessCall, ...] = ()
     expected: Any = None  # of the one call, from JSON: it has no tuples, and keys are text
     assertion: Assertion | None = None
 
@@ -69,8 +69,8 @@ class Case:
 class _Told:
     """What became of the calls of one completion."""
 
-    values: dict[Call, Any]  # Failed where there is none
-    meter: Meter
+    values: dict[HarnessCall, Any]  # Failed where there is none
+    meter: WorkBudget
     bytes_left: int = _MOST_TOLD_BYTES
     failed_sandbox: bool = False
 
@@ -180,7 +180,7 @@ def _read_test(test: Any, function: str | None) -> list[Case]:
         name = test.get("function", function)
         if not name:
             raise UnreadableTests("tests with args need the task's field `function`")
-        call = Call({"call": name, "args": list(test["args"]), "kwargs": dict(test.get("kwargs", {}))})
+        call = HarnessCall({"call": name, "args": list(test["args"]), "kwargs": dict(test.get("kwargs", {}))})
         return [Case(calls=(call,), expected=wrap(test["expected"]))]
     raise UnreadableTests(f"a test of no known shape: {str(test)[:80]!r}")
 
@@ -276,7 +276,7 @@ def _close_words(ours: str, theirs: str, tolerance: float) -> bool:
 def _make_calls(source: str, cases: Sequence[Case], run: RunProgram, limits: Limits, end_s: float) -> _Told:
     """Make every call of every test once, in order, with a fresh start after one that ended its process."""
     left = list(dict.fromkeys(call for case in cases for call in case.calls))
-    told = _Told(values={}, meter=Meter())
+    told = _Told(values={}, meter=WorkBudget())
     while left:
         if time.monotonic() > end_s:
             told.values.update(dict.fromkeys(left, Failed(_NOT_RUN)))
@@ -285,7 +285,7 @@ def _make_calls(source: str, cases: Sequence[Case], run: RunProgram, limits: Lim
     return told
 
 
-def _start(source: str, calls: Sequence[Call], run: RunProgram, limits: Limits, told: _Told) -> int:
+def _start(source: str, calls: Sequence[HarnessCall], run: RunProgram, limits: Limits, told: _Told) -> int:
     """One start of the harness. Returns how many of the calls have their value, or none to come."""
     harness = importlib.resources.files("gyre.rewards.code").joinpath("harness.py").read_text(encoding="utf-8")
     token = os.urandom(8).hex()

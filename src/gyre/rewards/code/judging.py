@@ -17,7 +17,19 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from gyre.rewards.code.values import MOST_INT_BITS, Dict, Meter, Number, Opaque, Set, TooMuch, native, order, same, wrap
+from gyre.rewards.code.values import (
+    MOST_INT_BITS,
+    Dict,
+    NumberValue,
+    Opaque,
+    Set,
+    TooMuch,
+    WorkBudget,
+    native,
+    order,
+    same,
+    wrap,
+)
 
 FAULTS = (ArithmeticError, TypeError, ValueError, LookupError, AttributeError, RecursionError, MemoryError)
 _CALLABLE = ("function", "builtin_function_or_method", "method", "partial", "type")  # kinds of objects
@@ -44,7 +56,7 @@ class Scope:
     """What names in the expression mean, and what may be spent."""
 
     values: Mapping[str, Any]  # of placeholders and bound names
-    meter: Meter
+    meter: WorkBudget
     tolerance: float
 
 
@@ -109,7 +121,7 @@ def _range(*bounds: int) -> range:
 
 
 def _text_of(value: Any) -> str:
-    if isinstance(value, str | Number):
+    if isinstance(value, str | NumberValue):
         return value if isinstance(value, str) else value.text
     return repr(native(value))
 

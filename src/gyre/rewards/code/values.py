@@ -4,7 +4,7 @@ Python values, their equality, a short text of them.
 The wire form is JSON without objects: None, booleans, numbers and strings stand for themselves; a list is
 [tag, content…], the tags are in `_decode_tagged` and in rewards.code.harness. Nothing from outside is hashed: a set is a
 `Set`, a dict is a `Dict`, and both are compared by sorting, so that elements of one hash cost no more than others.
-A `Meter` bounds the work for one completion.
+A `WorkBudget` bounds the work for one completion.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class TooMuch(Exception):
 
 
 @dataclass(slots=True)
-class Meter:
+class WorkBudget:
     """Work left for one completion; a unit is about 0.3 µs."""
 
     left: int = 800_000
@@ -86,7 +86,7 @@ class Dict:
     __hash__ = None  # type: ignore[assignment]
 
 
-class Number(float):
+class NumberValue(float):
     """A Fraction or Decimal: its nearest float, and its own text."""
 
     text: str = ""
@@ -120,7 +120,7 @@ def holds_object(value: Any) -> bool:
 # ---- in
 
 
-def decode(wire: Any, meter: Meter, depth: int = 0) -> Any:
+def decode(wire: Any, meter: WorkBudget, depth: int = 0) -> Any:
     """Read the wire form. ValueError where it is none; TooMuch past a bound."""
     if not isinstance(wire, list):
         if isinstance(wire, dict):
@@ -134,7 +134,7 @@ def decode(wire: Any, meter: Meter, depth: int = 0) -> Any:
     return _decode_tagged(wire[0], wire[1:], meter, depth)
 
 
-def _decode_tagged(tag: str, content: list[Any], meter: Meter, depth: int) -> Any:
+def _decode_tagged(tag: str, content: list[Any], meter: WorkBudget, depth: int) -> Any:
     if tag in ("list", "tuple", "set", "dict", "defaults"):
         items = [decode(item, meter, depth + 1) if isinstance(item, list | dict) else item for item in content]
         if tag == "defaults" and len(items) % 2:
@@ -155,7 +155,7 @@ def _decode_tagged(tag: str, content: list[Any], meter: Meter, depth: int) -> An
     if tag == "complex" and len(content) == 2 and all(isinstance(part, float) for part in content):
         return complex(*content)
     if tag == "number" and len(content) == 2 and isinstance(content[0], float) and isinstance(content[1], str):
-        number = Number(content[0])
+        number = NumberValue(content[0])
         number.text = content[1]
         return number
     if tag == "object" and len(content) == 2 and isinstance(content[0], str):
@@ -288,7 +288,7 @@ def _shown(value: Any, depth: int) -> str:
         return repr(value[:200]) + ("…" if len(value) > 200 else "")
     if isinstance(value, Opaque):
         return f"an object of type {value.kind}, which is no plain value"
-    if isinstance(value, Number):
+    if isinstance(value, NumberValue):
         return value.text[:200]
     if not isinstance(value, list | tuple | Set | Dict):
         return repr(value)

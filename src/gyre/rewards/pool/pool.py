@@ -51,7 +51,7 @@ class Ticket:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Call:
+class PoolCall:
     """The tickets of one `run`; `done` is set when each has a verdict."""
 
     tickets: list[Ticket]
@@ -63,7 +63,7 @@ class Call:
 class Batch:
     """What one worker gets at a time."""
 
-    call: Call
+    call: PoolCall
     tickets: list[Ticket]
     next: int = 0  # the first ticket without a verdict
 
@@ -105,7 +105,7 @@ class Pool:
         self._limits_s = limits_s
         self._num_workers = num_workers
         self._emit = emit
-        self._calls: list[Call] = []
+        self._calls: list[PoolCall] = []
         self._waiting: deque[Batch] = deque()
         self._workers: dict[int, Worker] = {}
         self._names = 0
@@ -128,7 +128,7 @@ class Pool:
         self._attach()
         if self._fault is not None:
             raise self._fault
-        call = Call(tickets=tickets, left=len(tickets))
+        call = PoolCall(tickets=tickets, left=len(tickets))
         self._calls.append(call)
         self._waiting.extend(self._cut(call))
         self._dispatch()
@@ -144,7 +144,7 @@ class Pool:
         if self._fault is not None:
             raise self._fault
 
-    def _cut(self, call: Call) -> list[Batch]:
+    def _cut(self, call: PoolCall) -> list[Batch]:
         """Code checks one by one, since each waits for processes of its own; the others in batches."""
         batches = [Batch(call=call, tickets=[t]) for t in call.tickets if self._kinds[t.part] == "code"]
         others = [ticket for ticket in call.tickets if self._kinds[ticket.part] != "code"]
@@ -154,7 +154,7 @@ class Pool:
             batches.append(Batch(call=call, tickets=tickets))
         return batches
 
-    def _drop(self, call: Call, why: str) -> None:
+    def _drop(self, call: PoolCall, why: str) -> None:
         """End what is left of a call: its waiting batches go, its running ones are killed."""
         self._waiting = deque(batch for batch in self._waiting if batch.call is not call)
         for worker in [worker for worker in self._workers.values() if worker.batch and worker.batch.call is call]:
@@ -375,7 +375,7 @@ class Pool:
             self._emit("reward.nursery_killed")
 
 
-def _give_up(call: Call, why: str) -> None:
+def _give_up(call: PoolCall, why: str) -> None:
     """What has no verdict yet timed out."""
     for index, ticket in enumerate(call.tickets):
         if ticket.verdict is None:

@@ -64,7 +64,7 @@ def main(limits: dict[str, Any]) -> None:
     kernel.forbid_new_privileges()
     program.limit_for_all()
     program.limit(limits, processes=limits["processes"])
-    stage = program.Stage(rootfs.WORK)
+    stage = program.ProgramStage(rootfs.WORK)
     stage.set_up()
     status = socket.socket(fileno=_STATUS_FD)
     sockstat, work = os.open("/proc/self/net/sockstat", os.O_RDONLY), os.open(rootfs.WORK, os.O_PATH)

@@ -38,7 +38,7 @@ _SLACK_S = 20.0  # beyond the wall limit, until a zygote that does not answer is
 _SEALS = 0x1 | 0x2 | 0x4 | 0x8  # F_SEAL_SEAL, SHRINK, GROW, WRITE: nobody changes the file any more
 
 
-class Unavailable(Exception):
+class IsolationUnavailable(Exception):
     """This machine does not let us isolate in the mode asked for."""
 
 
@@ -69,7 +69,7 @@ class Cell:
             hello = {"ok": False, "error": f"the zygote did not answer within {_START_S:g} s"}
         if not hello["ok"]:
             self.close()
-            raise Unavailable(hello["error"])
+            raise IsolationUnavailable(hello["error"])
         self.note = hello["note"]
 
     def run(self, program: Program, *, limits: Limits) -> ProgramResult:
@@ -77,7 +77,7 @@ class Cell:
         if self._socket is None:
             try:
                 self.start()
-            except Unavailable as error:
+            except IsolationUnavailable as error:
                 return _failed(str(error))
         assert self._socket is not None
         payload = {"source": program.source, "argv": list(program.argv), "files": dict(program.files)}
@@ -189,7 +189,7 @@ def choose_mode(wish: Wish, *, emit: Callable[..., None]) -> Mode:
     for mode in ("strong", "bubblewrap") if wish != "weak" else ():
         try:
             note = _probe(mode)
-        except Unavailable as error:
+        except IsolationUnavailable as error:
             refusals[mode] = str(error)
             continue
         isolation, counted = _ISOLATION[mode], bool(refusals)  # the second choice is a fallback
@@ -210,13 +210,15 @@ def choose_mode(wish: Wish, *, emit: Callable[..., None]) -> Mode:
 def _probe(mode: Mode) -> str:
     """Start a cell, run one empty program in it, and return the zygote's note."""
     if mode == "bubblewrap" and shutil.which("bwrap") is None:
-        raise Unavailable("bwrap is not installed")
+        raise IsolationUnavailable("bwrap is not installed")
     cell = Cell(mode)
     try:
         cell.start()
         result = cell.run(Program(source="print('ready')"), limits=Limits())
         if result.outcome != "ok":
-            raise Unavailable(f"a first program ended as {result.outcome}: {result.detail or result.stderr[-300:]}")
+            raise IsolationUnavailable(
+                f"a first program ended as {result.outcome}: {result.detail or result.stderr[-300:]}"
+            )
         return cell.note
     finally:
         cell.close()

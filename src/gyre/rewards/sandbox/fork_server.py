@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from gyre.rewards.sandbox import bubblewrap, folder, kernel, meter, program, rootfs, syscall_filter, watchdog
-from gyre.rewards.sandbox.run import ClientGone, Run
+from gyre.rewards.sandbox.run import ClientGone, ProgramRun
 
 # Loaded once so that programs find them warm. Each extension library among them makes every fork a little slower.
 _WARM = ("bisect", "collections", "copy", "functools", "heapq", "itertools", "math", "random", "re", "string", "typing")
@@ -45,7 +45,7 @@ class Jail:
     mode: str  # "strong", "bubblewrap" or "weak"
     bwrap: str  # path, for bubblewrap
     walls: list[str]  # bubblewrap: its options
-    stage: program.Stage | None  # strong: put up once, in the zygote
+    stage: program.ProgramStage | None  # strong: put up once, in the zygote
     call_filter: syscall_filter.CallFilter | None  # weak: None where the machine has none; bubblewrap installs its own
     buffer_sizes: tuple[int, int]  # of a socket and of a TCP connection
 
@@ -77,7 +77,7 @@ def main(mode: str, socket_fd: int, bwrap: str, folders: list[str]) -> NoReturn:
     stage = None
     if mode == "strong":
         os.environ.update({"HOME": rootfs.WORK, "TMPDIR": rootfs.WORK})
-        stage = program.Stage(rootfs.WORK)
+        stage = program.ProgramStage(rootfs.WORK)
         stage.set_up()
     jail = Jail(mode=mode, bwrap=bwrap, walls=walls, stage=stage, call_filter=call_filter, buffer_sizes=buffer_sizes)
     client.send(marshal.dumps({"ok": True, "note": note}))
@@ -174,12 +174,12 @@ def _serve_one(client: socket.socket, jail: Jail) -> bool:
     # A weak run's folder, where the program itself and the files that it comes with take whole blocks.
     limits["disk_bytes"] = limits["file_bytes"] + os.fstat(files[0]).st_size + (64 << 10)
     started_s, cpu_before_s = time.monotonic(), watchdog.children_cpu_s()
-    stage = jail.stage or program.Stage(folder.make() if jail.mode == "weak" else rootfs.WORK)
+    stage = jail.stage or program.ProgramStage(folder.make() if jail.mode == "weak" else rootfs.WORK)
     status, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     child = _fork(limits, files, theirs, stage, jail)
     for fd in (*files, theirs.detach()):
         os.close(fd)
-    run = Run(
+    run = ProgramRun(
         child, status, limits, mode=jail.mode, work_folder=stage.folder, buffer_sizes=jail.buffer_sizes,
         cpu_before_s=cpu_before_s,
     )  # fmt: skip
@@ -214,7 +214,9 @@ def _serve_one(client: socket.socket, jail: Jail) -> bool:
     return True
 
 
-def _fork(limits: dict[str, Any], files: list[int], status: socket.socket, stage: program.Stage, jail: Jail) -> int:
+def _fork(
+    limits: dict[str, Any], files: list[int], status: socket.socket, stage: program.ProgramStage, jail: Jail
+) -> int:
     """Fork the program's process; in strong mode as process 1 of a new namespace, so that all dies with it."""
     own = -1
     if jail.strong:
@@ -230,7 +232,7 @@ def _fork(limits: dict[str, Any], files: list[int], status: socket.socket, stage
 
 
 def _become_program(
-    limits: dict[str, Any], files: list[int], status: socket.socket, stage: program.Stage, jail: Jail
+    limits: dict[str, Any], files: list[int], status: socket.socket, stage: program.ProgramStage, jail: Jail
 ) -> NoReturn:
     """Lock in, then run. What fails before the program starts is told on the channel, which the program never has."""
     try:
@@ -272,7 +274,7 @@ def _arrange(files: list[int], status: socket.socket) -> socket.socket:
     return socket.socket(fileno=4)
 
 
-def _kill_and_leave(child: int, stage: program.Stage, jail: Jail) -> NoReturn:
+def _kill_and_leave(child: int, stage: program.ProgramStage, jail: Jail) -> NoReturn:
     os.kill(child, signal.SIGKILL)
     if not jail.strong:
         watchdog.end_descendants()

@@ -20,7 +20,7 @@ _MOST_LOCKS = 10_000
 _TOO_MUCH = 1 << 62
 
 
-class Meter:
+class MemoryMeter:
     """Of one run. `sockstat`: an open /proc/net/sockstat of the run's network namespace, or -1."""
 
     def __init__(self, sockstat: int, socket_bytes: int, tcp_bytes: int) -> None:

@@ -4,7 +4,7 @@ It is a fork of the zygote, so Python is warm; it locks itself in, then runs the
 on it holds no capability, cannot get one, and sees only its own namespaces.
 
 Each memory page that this process is the first to touch after the fork costs microseconds, and they are most of what a
-start costs. So what can be made ready in the zygote is made there (`Stage`), and the code here is short and plain.
+start costs. So what can be made ready in the zygote is made there (`ProgramStage`), and the code here is short and plain.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OPEN_FILES = 256  # the zygote keeps to it too
 _RLIMIT_SIGPENDING, _QUEUED_SIGNALS = 11, 1024  # no name in the library
 
 
-class Stage:
+class ProgramStage:
     """What a program finds: a fresh `__main__`, streams, a clean module table. Made once, used by every fork."""
 
     def __init__(self, folder: str) -> None:
@@ -116,7 +116,7 @@ def announce(status: socket.socket, call_filter: syscall_filter.CallFilter | Non
         os.close(fd)
 
 
-def prepare(payload_fd: int, stage: Stage) -> dict[str, Any]:
+def prepare(payload_fd: int, stage: ProgramStage) -> dict[str, Any]:
     """Take the program from its file, {"source", "argv", "files"}, and write its files. The zygote never reads it."""
     payload = marshal.loads(os.read(payload_fd, os.fstat(payload_fd).st_size))
     os.close(payload_fd)
@@ -128,7 +128,7 @@ def prepare(payload_fd: int, stage: Stage) -> dict[str, Any]:
     return payload
 
 
-def run(payload: dict[str, Any], stage: Stage) -> NoReturn:
+def run(payload: dict[str, Any], stage: ProgramStage) -> NoReturn:
     """Run the source as `python main.py ARGV` would, and leave with its exit code."""
     sys.argv = [stage.path, *payload["argv"]]
     gc.enable()

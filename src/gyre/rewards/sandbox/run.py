@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 from gyre.rewards.sandbox import folder, rootfs, watchdog
-from gyre.rewards.sandbox.meter import Meter
+from gyre.rewards.sandbox.meter import MemoryMeter
 from gyre.rewards.sandbox.syscall_filter import Listener
 
 _FILES_SHARE = 4  # a weak folder of many files is looked at for a fifth of the time at most
@@ -25,7 +25,7 @@ class ClientGone(Exception):
     """Nobody waits for this run any more."""
 
 
-class Run:
+class ProgramRun:
     """Owns the channel and what the program's process passed on it."""
 
     def __init__(
@@ -41,7 +41,7 @@ class Run:
         self._mode = mode
         self._work_folder = work_folder
         self._work_fd = -1
-        self._meter = Meter(-1, *buffer_sizes)
+        self._meter = MemoryMeter(-1, *buffer_sizes)
         self._listener: Listener | None = None
         self._cpu_before_s = cpu_before_s
         self._files_look_s = 0.0

@@ -16,7 +16,7 @@ import struct
 from collections import Counter
 
 from gyre.rewards.sandbox import kernel, syscalls
-from gyre.rewards.sandbox.meter import Meter
+from gyre.rewards.sandbox.meter import MemoryMeter
 
 _RECEIVE, _SEND, _GO_ON = 0xC0502100, 0xC0182101, 1
 _MOST_NAMES = 32  # kinds of refused calls that are told apart per run
@@ -61,7 +61,7 @@ def _names() -> dict[int, str]:
 class Listener:
     """Answers the calls of one run."""
 
-    def __init__(self, fd: int, meter: Meter) -> None:
+    def __init__(self, fd: int, meter: MemoryMeter) -> None:
         self.fd = fd
         self.refused: Counter[str] = Counter()
         self._meter = meter

@@ -14,7 +14,7 @@ import signal
 import time
 from typing import Any
 
-from gyre.rewards.sandbox.meter import Meter
+from gyre.rewards.sandbox.meter import MemoryMeter
 
 PERIOD_S = 0.02  # a sum over a limit is seen this late at most
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -34,7 +34,7 @@ def members(*, whole_namespace: bool) -> list[int]:
     return sorted(family - {me})
 
 
-def excess(pids: list[int], limits: dict[str, Any], cpu_before_s: float, meter: Meter) -> str | None:
+def excess(pids: list[int], limits: dict[str, Any], cpu_before_s: float, meter: MemoryMeter) -> str | None:
     """Name the limit that all processes of the run together are over."""
     if len(pids) > limits["processes"]:
         return "processes"

@@ -14,8 +14,8 @@ import torch
 from gyre.core.records import TrainSequence
 from gyre.core.seeds import derive_seed
 from gyre.objectives.api import AnyObjective, denominator, is_pairwise
-from gyre.trainer.batching.microbatch import Chunk, blank_chunk, build_chunk, gather_columns, target_mask
-from gyre.trainer.batching.packing import Atom, Plan, make_atoms, pack, split_updates
+from gyre.trainer.batching.microbatch import MicroBatch, blank_chunk, build_chunk, gather_columns, target_mask
+from gyre.trainer.batching.packing import PackItem, PackPlan, make_atoms, pack, split_updates
 from gyre.trainer.config import TrainerConfig
 
 
@@ -23,7 +23,7 @@ from gyre.trainer.config import TrainerConfig
 class Update:
     """One optimiser update."""
 
-    chunks: tuple[Chunk, ...]  # of this rank; as many as on every other rank, blank ones where there is no work
+    chunks: tuple[MicroBatch, ...]  # of this rank; as many as on every other rank, blank ones where there is no work
     denominator: float  # of the loss summed over all ranks; > 0
 
 
@@ -40,7 +40,7 @@ class EpochPlan:
     padding_share: float  # part of the chunks' fixed length that holds no token
 
     @property
-    def chunks(self) -> tuple[Chunk, ...]:
+    def chunks(self) -> tuple[MicroBatch, ...]:
         return tuple(chunk for update in self.updates for chunk in update.chunks)
 
     def with_columns(self, sequences: Sequence[TrainSequence], names: Collection[str]) -> EpochPlan:
@@ -52,7 +52,7 @@ class EpochPlan:
         return replace(self, updates=updates)
 
 
-class Planner:
+class BatchPlanner:
     """Plans epochs. On a CPU the last plan is remembered, so that the passes and the step of one batch share it."""
 
     def __init__(
@@ -89,7 +89,7 @@ class Planner:
     def forget(self) -> None:
         self._last = None
 
-    def whole(self, sequences: Sequence[TrainSequence], vocab_size: int) -> tuple[Chunk, ...]:
+    def whole(self, sequences: Sequence[TrainSequence], vocab_size: int) -> tuple[MicroBatch, ...]:
         """Pack every sequence of a batch, for a pass that reads whole sequences rather than targets."""
         atoms = make_atoms([len(sequence.tokens) for sequence in sequences], [-1] * len(sequences))
         return self._chunks(sequences, atoms, pairwise=False, vocab_size=vocab_size)[0]
@@ -123,8 +123,8 @@ class Planner:
         )
 
     def _chunks(
-        self, sequences: Sequence[TrainSequence], atoms: Sequence[Atom], *, pairwise: bool, vocab_size: int
-    ) -> tuple[tuple[Chunk, ...], Plan]:
+        self, sequences: Sequence[TrainSequence], atoms: Sequence[PackItem], *, pairwise: bool, vocab_size: int
+    ) -> tuple[tuple[MicroBatch, ...], PackPlan]:
         """Return this rank's chunks, and who got what."""
         plan = pack(atoms, num_ranks=self._num_ranks, tokens_per_chunk=self._config.tokens_per_chunk)
         chunks = tuple(
@@ -136,7 +136,7 @@ class Planner:
         return chunks, plan
 
 
-def _room(plan: Plan, sequences: Sequence[TrainSequence]) -> int:
+def _room(plan: PackPlan, sequences: Sequence[TrainSequence]) -> int:
     """Tokens that the chunks of all ranks have room for."""
     sizes = [sum(len(sequences[index].tokens) for index in members) for rank in plan.ranks for members in rank]
     return sum(max(plan.tokens_per_chunk, size) for size in sizes)

@@ -22,7 +22,7 @@ Put = Callable[[np.ndarray], Tensor]  # an array to the device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pairs:
+class PreferencePairs:
     """The preference pairs of a chunk, as positions among its S sequences."""
 
     chosen_P: Tensor  # int64
@@ -31,7 +31,7 @@ class Pairs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
+class MicroBatch:
     """Everything that one forward pass needs. Index tensors are int64."""
 
     members: tuple[int, ...]  # indices into the batch, in the order of the chunk; a blank chunk has none
@@ -45,7 +45,7 @@ class Chunk:
     sequence_index_N: Tensor
     target_counts_S: Tensor
     last_row_S: Tensor  # where a reward model reads its score
-    pairs: Pairs | None
+    pairs: PreferencePairs | None
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # float32 [N] each
 
 
@@ -81,7 +81,7 @@ def build_chunk(
     pairwise: bool,
     vocab_size: int,
     device: torch.device,
-) -> Chunk:
+) -> MicroBatch:
     """Lay out one sequence or more, one after the other; `pairwise` ones are pairs of neighbours."""
     chosen = [sequences[index] for index in members]
     lengths = np.array([len(sequence.tokens) for sequence in chosen], dtype=np.int64)
@@ -102,7 +102,7 @@ def build_chunk(
     def put(array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
-    return Chunk(
+    return MicroBatch(
         members=tuple(members),
         layout=PackedLayout.of(lengths.tolist(), device),
         tokens_T=put(tokens),
@@ -118,14 +118,14 @@ def build_chunk(
     )
 
 
-def blank_chunk(device: torch.device) -> Chunk:
+def blank_chunk(device: torch.device) -> MicroBatch:
     """A stand-in of two tokens and one target on a rank that has nothing to do while others have: where weights are
     gathered layer by layer, all ranks must pass through all layers. Nothing of it counts."""
 
     def put(*numbers: int) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int64, device=device)
 
-    return Chunk(
+    return MicroBatch(
         members=(),
         layout=PackedLayout.of([2], device),
         tokens_T=put(0, 0),
@@ -141,7 +141,7 @@ def blank_chunk(device: torch.device) -> Chunk:
     )
 
 
-def gather_columns(chunk: Chunk, sequences: Sequence[TrainSequence], names: Collection[str]) -> Chunk:
+def gather_columns(chunk: MicroBatch, sequences: Sequence[TrainSequence], names: Collection[str]) -> MicroBatch:
     """Return the chunk with these columns of its sequences, at its targets."""
     if not chunk.members:
         return chunk
@@ -177,7 +177,7 @@ def _full_support(count: int, vocab_size: int) -> Support:
     )
 
 
-def _pairs(chosen: Sequence[TrainSequence], put: Put) -> Pairs:
+def _pairs(chosen: Sequence[TrainSequence], put: Put) -> PreferencePairs:
     """Siblings are neighbours."""
     wins, losses, margins = [], [], []
     for position in range(0, len(chosen), 2):
@@ -188,7 +188,7 @@ def _pairs(chosen: Sequence[TrainSequence], put: Put) -> Pairs:
         losses.append(position + 1 if first_wins else position)
         margins.append(chosen[wins[-1]].scalars.get("margin"))
     has_margins = bool(margins) and all(margin is not None for margin in margins)
-    return Pairs(
+    return PreferencePairs(
         chosen_P=put(np.array(wins, dtype=np.int64)),
         rejected_P=put(np.array(losses, dtype=np.int64)),
         margins_P=put(np.array(margins, dtype=np.float32)) if has_margins else None,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Atom:
+class PackItem:
     """What is never split over two chunks."""
 
     members: tuple[int, ...]  # indices into the batch
@@ -23,7 +23,7 @@ class Atom:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class PackPlan:
     """Chunks of indices into the batch: ranks[rank][chunk]. An empty chunk keeps the ranks in step."""
 
     ranks: tuple[tuple[tuple[int, ...], ...], ...]
@@ -31,7 +31,7 @@ class Plan:
     num_oversized: int  # chunks that hold one atom longer than tokens_per_chunk
 
 
-def make_atoms(lengths: Sequence[int], pair_ids: Sequence[int]) -> tuple[Atom, ...]:
+def make_atoms(lengths: Sequence[int], pair_ids: Sequence[int]) -> tuple[PackItem, ...]:
     """Group indices into atoms, in order of first appearance. A pair id of -1 means a sequence of its own; a pair id
     that comes again after two siblings begins another pair, as when small data wraps around within one batch."""
     assert len(lengths) == len(pair_ids)
@@ -44,10 +44,10 @@ def make_atoms(lengths: Sequence[int], pair_ids: Sequence[int]) -> tuple[Atom, .
         atoms.append([index])
         if pair_id >= 0:
             unpaired[pair_id] = atoms[-1]
-    return tuple(Atom(members=tuple(m), num_tokens=sum(lengths[i] for i in m)) for m in atoms)
+    return tuple(PackItem(members=tuple(m), num_tokens=sum(lengths[i] for i in m)) for m in atoms)
 
 
-def split_updates(atoms: Sequence[Atom], sequences_per_update: int, seed: int) -> tuple[tuple[Atom, ...], ...]:
+def split_updates(atoms: Sequence[PackItem], sequences_per_update: int, seed: int) -> tuple[tuple[PackItem, ...], ...]:
     """Deal the atoms into optimiser updates of at most about `sequences_per_update`, all of nearly the same size.
 
     With 0, or with room for all, there is one update in the given order; otherwise the order is drawn from `seed`.
@@ -64,7 +64,7 @@ def split_updates(atoms: Sequence[Atom], sequences_per_update: int, seed: int) -
     return tuple(tuple(order[start:stop]) for start, stop in itertools.pairwise(bounds))
 
 
-def pack(atoms: Sequence[Atom], *, num_ranks: int, tokens_per_chunk: int) -> Plan:
+def pack(atoms: Sequence[PackItem], *, num_ranks: int, tokens_per_chunk: int) -> PackPlan:
     """Place every atom once. Chunks hold at most `tokens_per_chunk`, except one that holds a single longer atom."""
     assert num_ranks > 0 and tokens_per_chunk > 0
     ordered = sorted(atoms, key=lambda atom: (-atom.num_tokens, atom.members))
@@ -72,21 +72,21 @@ def pack(atoms: Sequence[Atom], *, num_ranks: int, tokens_per_chunk: int) -> Pla
     most = max(len(chunks) for chunks in bins)
     ranks = tuple(tuple(_members(chunk) for chunk in _equalise(chunks, most)) for chunks in bins)
     oversized = sum(atom.num_tokens > tokens_per_chunk for atom in atoms)
-    return Plan(ranks=ranks, tokens_per_chunk=tokens_per_chunk, num_oversized=oversized)
+    return PackPlan(ranks=ranks, tokens_per_chunk=tokens_per_chunk, num_oversized=oversized)
 
 
-def _deal(ordered: Sequence[Atom], num_ranks: int) -> list[list[Atom]]:
+def _deal(ordered: Sequence[PackItem], num_ranks: int) -> list[list[PackItem]]:
     """Deal longest first, there and back (0 1 2 2 1 0 …), which evens out the tokens per rank."""
-    hands: list[list[Atom]] = [[] for _ in range(num_ranks)]
+    hands: list[list[PackItem]] = [[] for _ in range(num_ranks)]
     for position, atom in enumerate(ordered):
         lap, seat = divmod(position, num_ranks)
         hands[seat if lap % 2 == 0 else num_ranks - 1 - seat].append(atom)
     return hands
 
 
-def _best_fit(ordered: Sequence[Atom], capacity: int) -> list[list[Atom]]:
+def _best_fit(ordered: Sequence[PackItem], capacity: int) -> list[list[PackItem]]:
     """Put each atom into the fullest chunk that still has room for it; open a chunk when none has."""
-    chunks: list[list[Atom]] = []
+    chunks: list[list[PackItem]] = []
     room: list[tuple[int, int]] = []  # (free tokens, chunk), ascending
     for atom in ordered:
         at = bisect.bisect_left(room, (atom.num_tokens, -1))
@@ -102,7 +102,7 @@ def _best_fit(ordered: Sequence[Atom], capacity: int) -> list[list[Atom]]:
     return chunks
 
 
-def _equalise(chunks: list[list[Atom]], count: int) -> list[list[Atom]]:
+def _equalise(chunks: list[list[PackItem]], count: int) -> list[list[PackItem]]:
     """Bring the number of chunks up to `count`: halve the largest ones, and add empty ones where none can be halved."""
     chunks = list(chunks)
     while len(chunks) < count:
@@ -117,5 +117,5 @@ def _equalise(chunks: list[list[Atom]], count: int) -> list[list[Atom]]:
     return chunks
 
 
-def _members(chunk: Sequence[Atom]) -> tuple[int, ...]:
+def _members(chunk: Sequence[PackItem]) -> tuple[int, ...]:
     return tuple(index for atom in chunk for index in atom.members)

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from gyre.core.errors import DeadlineError, GyreError, SnapshotError, is_disk_full
-from gyre.distributed.process_group import Group
+from gyre.distributed.process_group import RankGroup
 from gyre.memory.pools.disk_file import sync_folder
 from gyre.trainer.checkpoint.manifest import (
     SavedFile,
@@ -39,7 +39,7 @@ from gyre.trainer.checkpoint.manifest import (
 )
 from gyre.trainer.checkpoint.shard_file import ReadBackError, write_bytes, write_shard
 from gyre.trainer.checkpoint.shards import Kind, Part
-from gyre.trainer.checkpoint.staging import Placed, Staging
+from gyre.trainer.checkpoint.staging import StagedParts, StagingBuffer
 from gyre.trainer.checkpoint.store import BLOBS, STATE, SnapshotStore
 
 POLL_S = 0.05
@@ -62,7 +62,7 @@ class _Job:
     parts: Sequence[Part]
     state: Mapping[str, Any]
     blobs: Mapping[str, bytes]
-    placed: Placed | None = None  # where `parts` must be copied to before they are written
+    placed: StagedParts | None = None  # where `parts` must be copied to before they are written
     copied: threading.Event  # set, too, while nobody copies
 
     def key(self, what: str) -> str:
@@ -79,7 +79,7 @@ class Saver:
     def __init__(
         self,
         store: SnapshotStore,
-        group: Group,
+        group: RankGroup,
         *,
         background: bool,
         deadline_s: float,
@@ -90,7 +90,7 @@ class Saver:
         is on disk. `progress` is called while a step waits for a copy or for the disk, which may take long."""
         self._store, self._group, self._background = store, group, background
         self._deadline_s, self._emit, self._progress = deadline_s, emit, progress
-        self._staging = Staging(group.device, deadline_s=deadline_s)
+        self._staging = StagingBuffer(group.device, deadline_s=deadline_s)
         self._has_memory = False
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None

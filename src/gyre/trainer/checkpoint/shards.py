@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gyre.core.errors import SnapshotError
 from gyre.distributed.mesh import Mesh
-from gyre.distributed.process_group import Group
+from gyre.distributed.process_group import RankGroup
 from gyre.weights.shards import Place, Shape, ShardLayout
 
 OTHER_MODEL = "resume with the config and the model that the run was started with, or begin a new run"
@@ -101,7 +101,7 @@ class Holding:
     prefix: str  # of the tensors' names in a snapshot
     layout: ShardLayout
     rank: int  # within the layout
-    sharers: Group  # the ranks that hold the same
+    sharers: RankGroup  # the ranks that hold the same
     dtype: torch.dtype
     tensors: Mapping[str, Tensor]  # this rank's runs by bare name, or what `cut` makes them of; all have a storage
     cut: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = dict  # views, made only where there are bytes
@@ -173,7 +173,7 @@ def own_runs(layout: ShardLayout, rank: int, *, copy: int, num_copies: int) -> d
     return found
 
 
-def sharers(layout: ShardLayout, mesh: Mesh) -> Group:
+def sharers(layout: ShardLayout, mesh: Mesh) -> RankGroup:
     """The ranks that hold the same as this one."""
     return mesh.world if len(layout.ranks) == 1 else mesh.replica
 

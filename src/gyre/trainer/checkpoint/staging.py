@@ -42,7 +42,7 @@ class Leaving:
 
 
 @dataclass(slots=True, kw_only=True)
-class Placed:
+class StagedParts:
     """Parts, and where their copies will be."""
 
     staged: Sequence[Part]  # in the staging memory
@@ -54,7 +54,7 @@ class Placed:
         self.leaving, self.on_host = (), ()
 
 
-class Staging:
+class StagingBuffer:
     """One buffer, kept for the next save and made anew when it must grow."""
 
     def __init__(self, device: torch.device, *, deadline_s: float) -> None:
@@ -73,7 +73,7 @@ class Staging:
             self._coming = apart.submit(self._make, size_bytes)
             apart.shutdown(wait=False)
 
-    def place(self, parts: Sequence[Part]) -> Placed:
+    def place(self, parts: Sequence[Part]) -> StagedParts:
         """Where the parts will be copied to, until the next call. MemoryBudgetError if the host has not enough,
         DeadlineError if it takes too long to get it."""
         starts, size_bytes = [], 0
@@ -91,7 +91,7 @@ class Staging:
             staged.append(replace(part, values_N=home_N))
         pairs = [(part.values_N, home.values_N) for part, home in zip(parts, staged, strict=True)]
         devices = {source_N.device for source_N, _ in pairs if source_N.is_cuda}
-        return Placed(
+        return StagedParts(
             staged=staged,
             leaving=[self._leaving(device, [pair for pair in pairs if pair[0].device == device]) for device in devices],
             on_host=list(_blocks([pair for pair in pairs if not pair[0].is_cuda], BLOCK_BYTES)),
@@ -108,7 +108,7 @@ class Staging:
             )
         self._buffer = coming.result()
 
-    def fill(self, placed: Placed) -> None:
+    def fill(self, placed: StagedParts) -> None:
         """Copy, and return when all of it is there. The parts must not change meanwhile."""
         for leaving in placed.leaving:
             _copy_down(leaving)

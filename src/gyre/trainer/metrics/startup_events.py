@@ -15,7 +15,7 @@ from gyre.kernels.float8 import MULTIPLE
 from gyre.models.decoder import Decoder
 from gyre.trainer.adamw.blocks import BLOCK
 from gyre.trainer.parallelize.float8_gather import projection_shapes
-from gyre.trainer.roles.trained_model import Learner
+from gyre.trainer.roles.trained_model import TrainedModel
 
 Emit = Callable[..., None]
 
@@ -32,7 +32,7 @@ def kernels(emit: Emit, decoder: Decoder, device: torch.device) -> None:
         emit("trainer.attention_kernel", **flash.choice(device, dtype, shared_by, spec.head_dim))
 
 
-def float8(emit: Emit, learners: Sequence[Learner]) -> None:
+def float8(emit: Emit, learners: Sequence[TrainedModel]) -> None:
     """Which matrices are multiplied in 8 bits, and which are not although that was asked for."""
     for learner in learners:
         shapes = projection_shapes(learner.decoder)
@@ -43,7 +43,7 @@ def float8(emit: Emit, learners: Sequence[Learner]) -> None:
         emit("trainer.float8", **told, left_wide=wide, counted=bool(wide))
 
 
-def moments(emit: Emit, learners: Sequence[Learner]) -> None:
+def moments(emit: Emit, learners: Sequence[TrainedModel]) -> None:
     """How much of the moments is codes, and which matrices have none although that was asked for."""
     for learner in learners:
         optimizer = learner.optimizer

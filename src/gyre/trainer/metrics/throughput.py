@@ -14,18 +14,18 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from gyre.distributed.process_group import Group
+from gyre.distributed.process_group import RankGroup
 from gyre.models.flops import forward_flops
 from gyre.models.spec import ModelSpec
-from gyre.trainer.batching.microbatch import Chunk
+from gyre.trainer.batching.microbatch import MicroBatch
 
 SENT = "sent_bytes/"  # metric prefix, before the kind of collective
 
 
-class Meter:
+class ThroughputMeter:
     """Of one rank. `peak_flops`: per second, of one device in the compute dtype; None where no data sheet is known."""
 
-    def __init__(self, group: Group, *, peak_flops: float | None) -> None:
+    def __init__(self, group: RankGroup, *, peak_flops: float | None) -> None:
         self._group, self._peak_flops = group, peak_flops
         self._flops = self._seconds = 0.0
         self._wait_s = 0.0
@@ -46,7 +46,7 @@ class Meter:
             self._sent[kind] = self._sent.get(kind, 0) + size
         self._wait_s += sent.wait_s
 
-    def count(self, spec: ModelSpec, chunks: Sequence[Chunk], *, scalar: bool, backward: bool) -> None:
+    def count(self, spec: ModelSpec, chunks: Sequence[MicroBatch], *, scalar: bool, backward: bool) -> None:
         """The passes of one model over this rank's chunks; `scalar`: a value per target or a score per sequence."""
         for chunk in chunks:
             if chunk.members:  # a blank one only keeps step

@@ -19,7 +19,7 @@ from gyre.core.errors import DeadlineError
 POLL_S = 0.0005  # between two looks at an event
 
 
-class Mark(Protocol):
+class CopyEvent(Protocol):
     """A place in the work of a lane."""
 
     def query(self) -> bool:
@@ -27,10 +27,10 @@ class Mark(Protocol):
         ...
 
 
-class Lane(Protocol):
+class CopyStream(Protocol):
     """Copies in order, beside those of other lanes."""
 
-    def after(self, mark: Mark) -> None:
+    def after(self, mark: CopyEvent) -> None:
         """What is asked for from now on waits for `mark`. The caller does not wait."""
         ...
 
@@ -38,20 +38,20 @@ class Lane(Protocol):
         """Neither may be changed or given back before a mark behind it is reached."""
         ...
 
-    def mark(self) -> Mark: ...
+    def mark(self) -> CopyEvent: ...
 
     def holds(self, tensor: Tensor) -> None:
         """The allocator must not hand out the tensor's memory while this lane still reads it."""
         ...
 
 
-def make_lane(device: torch.device) -> Lane:
-    return CudaLane(torch.cuda.Stream(device)) if device.type == "cuda" else HostLane()
+def make_lane(device: torch.device) -> CopyStream:
+    return CudaCopyStream(torch.cuda.Stream(device)) if device.type == "cuda" else HostCopyStream()
 
 
-def compute_lane(device: torch.device) -> Lane:
+def compute_lane(device: torch.device) -> CopyStream:
     """The lane of what the calling thread computes now."""
-    return CudaLane(torch.cuda.current_stream(device)) if device.type == "cuda" else HostLane()
+    return CudaCopyStream(torch.cuda.current_stream(device)) if device.type == "cuda" else HostCopyStream()
 
 
 def make_thread(name: str, device: torch.device) -> ThreadPoolExecutor:
@@ -63,7 +63,7 @@ def make_thread(name: str, device: torch.device) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix=name, initializer=torch.cuda.set_device, initargs=(index,))
 
 
-def wait_for(mark: Mark, *, deadline_s: float, what: str) -> None:
+def wait_for(mark: CopyEvent, *, deadline_s: float, what: str) -> None:
     """Block until the mark is reached. DeadlineError says `what` was waited for."""
     ends = time.monotonic() + deadline_s
     while not mark.query():
@@ -75,7 +75,7 @@ def wait_for(mark: Mark, *, deadline_s: float, what: str) -> None:
         time.sleep(POLL_S)
 
 
-def seconds_between(first: Mark, second: Mark) -> float:
+def seconds_between(first: CopyEvent, second: CopyEvent) -> float:
     """Between two marks of lanes of one kind that have both been reached."""
     if isinstance(first, torch.cuda.Event):
         assert isinstance(second, torch.cuda.Event)
@@ -94,29 +94,29 @@ class Reached:
         return True
 
 
-class HostLane:
+class HostCopyStream:
     """At once."""
 
-    def after(self, mark: Mark) -> None:
+    def after(self, mark: CopyEvent) -> None:
         assert mark.query(), "nothing runs beside a CPU's own copies"
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source)
 
-    def mark(self) -> Mark:
+    def mark(self) -> CopyEvent:
         return Reached()
 
     def holds(self, tensor: Tensor) -> None:
         """Nothing is read later."""
 
 
-class CudaLane:
+class CudaCopyStream:
     """A stream. Host memory must be pinned, or the copies block the caller."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
 
-    def after(self, mark: Mark) -> None:
+    def after(self, mark: CopyEvent) -> None:
         if isinstance(mark, torch.cuda.Event):
             self._stream.wait_event(mark)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gyre.core.errors import DeadlineError
-from gyre.trainer.offload.copy_streams import Mark, compute_lane, make_lane, make_thread, wait_for
+from gyre.trainer.offload.copy_streams import CopyEvent, compute_lane, make_lane, make_thread, wait_for
 
 
 class HostGradients:
@@ -82,7 +82,7 @@ class HostGradients:
         finally:
             self.waited_s += time.perf_counter() - began
 
-    def _add(self, sum_N: Tensor, host_N: Tensor, buffer: Tensor, copied: Mark) -> None:
+    def _add(self, sum_N: Tensor, host_N: Tensor, buffer: Tensor, copied: CopyEvent) -> None:
         try:
             wait_for(copied, deadline_s=self._deadline_s, what="a gradient's copy to the host")
             sum_N.add_(host_N)

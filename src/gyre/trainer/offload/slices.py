@@ -19,7 +19,7 @@ SLOTS = 3  # places on the device: one cut on its way in, one being updated, one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class SlicePiece:
     """The part of a span that lies in a cut."""
 
     span: int  # its index
@@ -28,12 +28,12 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class StateSlice:
     """Numbers [first, last) of the state, of which the pieces are updated; the rest is padding between tensors."""
 
     first: int
     last: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[SlicePiece, ...]
 
     @property
     def size(self) -> int:
@@ -52,19 +52,19 @@ def staging_bytes(cut_bytes: int, *, block_bytes: int, size: int) -> int:
     return SLOTS * numbers_per_cut(cut_bytes, block_bytes=block_bytes, size=size) // BLOCK * block_bytes
 
 
-def plan_cuts(spans: Sequence[tuple[int, int]], *, numbers: int) -> tuple[Cut, ...]:
+def plan_cuts(spans: Sequence[tuple[int, int]], *, numbers: int) -> tuple[StateSlice, ...]:
     """Cut ascending, disjoint spans [first, last) on a grid of `numbers`; places of the grid without any are left
     out. The last cut ends where the last span does."""
     assert numbers > 0 and numbers % BLOCK == 0, numbers
-    pieces: dict[int, list[Piece]] = {}
+    pieces: dict[int, list[SlicePiece]] = {}
     end = 0
     for index, (first, last) in enumerate(spans):
         assert end <= first <= last, f"span {index} [{first}, {last}) after {end}"
         end = last
         for place in range(first // numbers, -(-last // numbers) if last > first else 0):
             low, high = max(first, place * numbers), min(last, (place + 1) * numbers)
-            pieces.setdefault(place, []).append(Piece(span=index, first=low, last=high))
+            pieces.setdefault(place, []).append(SlicePiece(span=index, first=low, last=high))
     return tuple(
-        Cut(first=place * numbers, last=min(end, (place + 1) * numbers), pieces=tuple(found))
+        StateSlice(first=place * numbers, last=min(end, (place + 1) * numbers), pieces=tuple(found))
         for place, found in sorted(pieces.items())
     )

@@ -16,7 +16,7 @@ from gyre.trainer.adamw.blocks import BLOCK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Field:
+class StateField:
     """One flat buffer: an item for each `block` numbers of [first, last) of the state."""
 
     name: str
@@ -49,16 +49,16 @@ class Field:
         return slice((first - start) // self.block, (last - start) // self.block)
 
 
-def state_fields(size: int, *, num_coded: int | None, keeps_master: bool) -> tuple[Field, ...]:
+def state_fields(size: int, *, num_coded: int | None, keeps_master: bool) -> tuple[StateField, ...]:
     """Of a state of `size` numbers. `num_coded` is None where no rank has codes; a rank that has none beside others
     that do has fields of no items."""
     wide = num_coded or 0
     fields = [
-        Field(name="exp_avg", serves="exp_avg_N", dtype=torch.float32, first=wide, last=size),
-        Field(name="exp_avg_sq", serves="exp_avg_sq_N", dtype=torch.float32, first=wide, last=size),
+        StateField(name="exp_avg", serves="exp_avg_N", dtype=torch.float32, first=wide, last=size),
+        StateField(name="exp_avg_sq", serves="exp_avg_sq_N", dtype=torch.float32, first=wide, last=size),
     ]
     if keeps_master:
-        fields.insert(0, Field(name="master", serves="weight_N", dtype=torch.float32, first=0, last=size))
+        fields.insert(0, StateField(name="master", serves="weight_N", dtype=torch.float32, first=0, last=size))
     if num_coded is None:
         return tuple(fields)
     for moment in ("exp_avg", "exp_avg_sq"):
@@ -67,7 +67,7 @@ def state_fields(size: int, *, num_coded: int | None, keeps_master: bool) -> tup
             ("scale", f"{moment}_scale_B", torch.float32, BLOCK),
         ):
             fields.append(
-                Field(
+                StateField(
                     name=f"{moment}_{kind}",
                     serves=serves,
                     dtype=dtype,
@@ -80,5 +80,5 @@ def state_fields(size: int, *, num_coded: int | None, keeps_master: bool) -> tup
     return tuple(fields)
 
 
-def gradient_field(size: int) -> Field:
-    return Field(name="grad", serves="grad_N", dtype=torch.float32, first=0, last=size)
+def gradient_field(size: int) -> StateField:
+    return StateField(name="grad", serves="grad_N", dtype=torch.float32, first=0, last=size)

@@ -23,12 +23,12 @@ from gyre.trainer.adamw.blocks import BLOCK
 from gyre.trainer.config import TrainerConfig
 from gyre.trainer.offload.host_gradients import HostGradients
 from gyre.trainer.offload.slices import FLOAT_BYTES, GRADIENT_BUFFERS, SLOTS, numbers_per_cut
-from gyre.trainer.offload.state_fields import Field, gradient_field, state_fields
+from gyre.trainer.offload.state_fields import StateField, gradient_field, state_fields
 from gyre.trainer.offload.state_file import StateFile
-from gyre.trainer.offload.state_stream import FileCarrier, HostCarrier, Slot, Stream, Traffic
+from gyre.trainer.offload.state_stream import FileCarrier, HostCarrier, OffloadTraffic, Slot, Stream
 
 
-class Home:
+class StatePlacement:
     """Of one learner. `make` is called once."""
 
     def __init__(
@@ -59,7 +59,7 @@ class Home:
         self._file: StateFile | None = None
         self._carrier: HostCarrier | FileCarrier | None = None
         self.buffers: dict[str, Tensor] = {}
-        self.fields: tuple[Field, ...] = ()
+        self.fields: tuple[StateField, ...] = ()
         self.staging_X: Tensor | None = None
         self.stream: Stream | None = None
         self.sums: HostGradients | None = None
@@ -73,7 +73,7 @@ class Home:
         folder: Path | None,
         emit: Callable[..., None],
         progress: Callable[[], None],
-    ) -> Home:
+    ) -> StatePlacement:
         return cls(
             name,
             device,
@@ -131,9 +131,9 @@ class Home:
         if self._file is not None:
             self._file.flush()
 
-    def take_traffic(self) -> Traffic:
+    def take_traffic(self) -> OffloadTraffic:
         """Bytes moved and time waited since the last call."""
-        taken = Traffic() if self.stream is None else self.stream.take_traffic()
+        taken = OffloadTraffic() if self.stream is None else self.stream.take_traffic()
         if self.sums is not None:
             taken.out_bytes += self.sums.out_bytes
             taken.waited_s += self.sums.waited_s
@@ -188,7 +188,7 @@ class Home:
         buffers = [self._on_host("staging_host", size_bytes, torch.uint8) for _ in range(GRADIENT_BUFFERS)]
         self.sums = HostGradients(grad_N, buffers, self.device, self._deadline_s)
 
-    def _make_stream(self, size: int, away: Sequence[Field]) -> None:
+    def _make_stream(self, size: int, away: Sequence[StateField]) -> None:
         fields = [*away, *([gradient_field(size)] if self.gradients else [])]
         block_bytes = sum(BLOCK // field.block * field.dtype.itemsize for field in fields)
         numbers = numbers_per_cut(self._cut_bytes, block_bytes=block_bytes, size=size)
@@ -221,7 +221,7 @@ class Home:
             return slot_N
         return self._on_host("staging_host", len(slot_N), slot_N.dtype)
 
-    def _tell(self, away: Sequence[Field]) -> None:
+    def _tell(self, away: Sequence[StateField]) -> None:
         assert self.staging_X is not None
         self._emit(
             "trainer.offload",
@@ -234,6 +234,6 @@ class Home:
         )
 
 
-def _owner(field: Field) -> str:
+def _owner(field: StateField) -> str:
     """The component that it belongs to."""
     return "master" if field.name == "master" else "optimizer"

@@ -23,7 +23,7 @@ from torch import Tensor
 from gyre.core.errors import DeadlineError, GyreError, SnapshotError
 from gyre.trainer.adamw.adamw import Span
 from gyre.trainer.offload.copy_streams import (
-    Mark,
+    CopyEvent,
     Reached,
     compute_lane,
     make_lane,
@@ -31,8 +31,8 @@ from gyre.trainer.offload.copy_streams import (
     seconds_between,
     wait_for,
 )
-from gyre.trainer.offload.slices import Cut, plan_cuts
-from gyre.trainer.offload.state_fields import Field
+from gyre.trainer.offload.slices import StateSlice, plan_cuts
+from gyre.trainer.offload.state_fields import StateField
 from gyre.trainer.offload.state_file import StateFile
 
 Sent = tuple[Tensor, Tensor]  # where to in host memory, what from the device
@@ -40,7 +40,7 @@ LOOK_S = 1.0  # between two signs of life while a disk is waited for
 
 
 @dataclass(slots=True)
-class Traffic:
+class OffloadTraffic:
     """What updates have moved since it was last taken."""
 
     in_bytes: int = 0
@@ -54,8 +54,8 @@ class Slot:
 
     device: dict[str, Tensor]  # by field, its items of a cut
     host: dict[str, Tensor]  # where a file is read to and written from; on a CPU the same memory
-    computed: Mark = field(default_factory=Reached)  # the update of what it holds
-    gradient: Mark = field(default_factory=Reached)  # its gradient has come
+    computed: CopyEvent = field(default_factory=Reached)  # the update of what it holds
+    gradient: CopyEvent = field(default_factory=Reached)  # its gradient has come
     fetched: Any = None  # by the carrier
     stored: Any = None
 
@@ -67,15 +67,15 @@ class Carrier(Protocol):
         """Before the state is read again: wait until what the last update wrote is safe. Raises what hindered it."""
         ...
 
-    def fetch(self, cut: Cut, slot: Slot) -> None:
+    def fetch(self, cut: StateSlice, slot: Slot) -> None:
         """Begin; what the slot held before is brought back first."""
         ...
 
-    def fetched(self, slot: Slot) -> Mark:
+    def fetched(self, slot: Slot) -> CopyEvent:
         """The mark behind which the slot holds its cut. Raises what hindered it."""
         ...
 
-    def store(self, cut: Cut, slot: Slot, beside: Sequence[Sent]) -> None:
+    def store(self, cut: StateSlice, slot: Slot, beside: Sequence[Sent]) -> None:
         """Begin to bring back what `slot.computed` is the end of, and what was made of it."""
         ...
 
@@ -92,7 +92,7 @@ class HostCarrier:
     """Between the device and host memory."""
 
     def __init__(
-        self, buffers: Mapping[str, Tensor], fields: Sequence[Field], device: torch.device, deadline_s: float
+        self, buffers: Mapping[str, Tensor], fields: Sequence[StateField], device: torch.device, deadline_s: float
     ) -> None:
         self._buffers, self._fields, self._deadline_s = buffers, fields, deadline_s
         self._in, self._out = make_lane(device), make_lane(device)
@@ -100,17 +100,17 @@ class HostCarrier:
     def settle(self) -> None:
         """Copies were waited for by `drain`."""
 
-    def fetch(self, cut: Cut, slot: Slot) -> None:
+    def fetch(self, cut: StateSlice, slot: Slot) -> None:
         self._in.after(slot.computed)
         self._in.after(slot.stored or Reached())
         for name, here, there in _in_cut(self._fields, cut):
             self._in.copy(slot.device[name][here], self._buffers[name][there])
         slot.fetched = self._in.mark()
 
-    def fetched(self, slot: Slot) -> Mark:
+    def fetched(self, slot: Slot) -> CopyEvent:
         return slot.fetched
 
-    def store(self, cut: Cut, slot: Slot, beside: Sequence[Sent]) -> None:
+    def store(self, cut: StateSlice, slot: Slot, beside: Sequence[Sent]) -> None:
         self._out.after(slot.computed)
         for target_N, source_N in beside:
             self._out.copy(target_N, source_N)
@@ -133,7 +133,7 @@ class FileCarrier:
     def __init__(
         self,
         file: StateFile,
-        fields: Sequence[Field],
+        fields: Sequence[StateField],
         device: torch.device,
         deadline_s: float,
         progress: Callable[[], None],
@@ -150,13 +150,13 @@ class FileCarrier:
             self._result(self._flushed, "flush")
         self._flushed = None
 
-    def fetch(self, cut: Cut, slot: Slot) -> None:
+    def fetch(self, cut: StateSlice, slot: Slot) -> None:
         slot.fetched = self._reader.submit(self._read, cut, slot, slot.stored)
 
-    def fetched(self, slot: Slot) -> Mark:
+    def fetched(self, slot: Slot) -> CopyEvent:
         return self._result(slot.fetched, "read")
 
-    def store(self, cut: Cut, slot: Slot, beside: Sequence[Sent]) -> None:
+    def store(self, cut: StateSlice, slot: Slot, beside: Sequence[Sent]) -> None:
         self._out.after(slot.computed)
         for target_N, source_N in beside:
             self._out.copy(target_N, source_N)
@@ -183,7 +183,7 @@ class FileCarrier:
         for threads in (self._reader, self._writer):
             threads.shutdown(wait=False, cancel_futures=True)
 
-    def _read(self, cut: Cut, slot: Slot, stored: Future[None] | None) -> Mark:
+    def _read(self, cut: StateSlice, slot: Slot, stored: Future[None] | None) -> CopyEvent:
         if stored is not None:
             self._result(stored, "write")
         self._in.after(slot.computed)
@@ -193,7 +193,7 @@ class FileCarrier:
                 self._in.copy(slot.device[name][here], slot.host[name][here])
         return self._in.mark()
 
-    def _write(self, cut: Cut, slot: Slot, copied: Mark) -> None:
+    def _write(self, cut: StateSlice, slot: Slot, copied: CopyEvent) -> None:
         wait_for(copied, deadline_s=self._deadline_s, what="a copy of optimizer state to the host")
         for name, here, there in _in_cut(self._fields, cut):
             self._file.write(name, there.start, slot.host[name][here])
@@ -219,7 +219,7 @@ class Stream:
         slots: Sequence[Slot],
         carrier: Carrier | None,
         *,
-        fields: Sequence[Field],
+        fields: Sequence[StateField],
         numbers: int,
         device: torch.device,
         deadline_s: float,
@@ -234,7 +234,7 @@ class Stream:
         self._deadline_s, self._where, self._progress = deadline_s, where, progress
         self._gradients = make_lane(device)
         self._torn: BaseException | None = None
-        self.traffic = Traffic()
+        self.traffic = OffloadTraffic()
 
     def check(self) -> None:
         """SnapshotError when an update was cut short: some numbers are of after it, some of before."""
@@ -269,7 +269,7 @@ class Stream:
 
     def _run(
         self,
-        cuts: Sequence[Cut],
+        cuts: Sequence[StateSlice],
         spans: Sequence[Span],
         update: Callable[[Span], None],
         beside: Callable[[Span], Sequence[Sent]],
@@ -300,7 +300,7 @@ class Stream:
         wait_for(before, deadline_s=self._deadline_s, what="an update of optimizer state")
         self.traffic.waited_s += time.perf_counter() - began + sum(seconds_between(*gap) for gap in gaps)
 
-    def _fetch(self, cut: Cut, spans: Sequence[Span], slot: Slot) -> None:
+    def _fetch(self, cut: StateSlice, spans: Sequence[Span], slot: Slot) -> None:
         if self._carrier is not None:
             self._carrier.fetch(cut, slot)
         if "grad" in slot.device:
@@ -311,7 +311,7 @@ class Stream:
             slot.gradient = self._gradients.mark()
         self.traffic.in_bytes += self._bytes_of(cut, self._fields)
 
-    def _store(self, cut: Cut, slot: Slot, beside: Sequence[Sent]) -> None:
+    def _store(self, cut: StateSlice, slot: Slot, beside: Sequence[Sent]) -> None:
         if self._carrier is None:
             assert not beside, "what goes with the state goes where the state is away"
             return
@@ -319,7 +319,7 @@ class Stream:
         self.traffic.out_bytes += self._bytes_of(cut, [one for one in self._fields if one.name != "grad"])
         self.traffic.out_bytes += sum(target_N.nbytes for target_N, _ in beside)
 
-    def _staged(self, part: Span, cut: Cut, slot: Slot) -> Span:
+    def _staged(self, part: Span, cut: StateSlice, slot: Slot) -> Span:
         """A piece with its tensors from the slot, where the slot has them."""
         there = {
             one.serves: slot.device[one.name][one.within(cut.first, part.first, part.last)]
@@ -328,17 +328,17 @@ class Stream:
         }
         return replace(part, **there)
 
-    def _bytes_of(self, cut: Cut, fields: Sequence[Field]) -> int:
+    def _bytes_of(self, cut: StateSlice, fields: Sequence[StateField]) -> int:
         spaces = {one.name: one.dtype.itemsize for one in fields}
         return sum((here.stop - here.start) * spaces[name] for name, here, _ in _in_cut(fields, cut))
 
-    def take_traffic(self) -> Traffic:
+    def take_traffic(self) -> OffloadTraffic:
         """What was moved since the last call."""
-        taken, self.traffic = self.traffic, Traffic()
+        taken, self.traffic = self.traffic, OffloadTraffic()
         return taken
 
 
-def _in_cut(fields: Sequence[Field], cut: Cut) -> Iterator[tuple[str, slice, slice]]:
+def _in_cut(fields: Sequence[StateField], cut: StateSlice) -> Iterator[tuple[str, slice, slice]]:
     """(name, items of the slot, items of the buffer) of each field that has numbers in the cut."""
     for one in fields:
         first, last = one.meets(cut.first, cut.last)

@@ -22,20 +22,20 @@ import torch
 from torch import Tensor, nn
 
 from gyre.models.decoder import Decoder
-from gyre.trainer.offload.copy_streams import Mark, Reached, compute_lane, make_lane, seconds_between
+from gyre.trainer.offload.copy_streams import CopyEvent, Reached, compute_lane, make_lane, seconds_between
 from gyre.trainer.offload.slices import LAYER_ROOMS
-from gyre.trainer.offload.state_stream import Traffic
+from gyre.trainer.offload.state_stream import OffloadTraffic
 
 ALIGN_BYTES = 256  # of a tensor in a room, as torch's own allocator aligns
 
 
 @dataclass(slots=True)
-class Room:
+class LayerBuffer:
     """A place on the device for one layer at a time."""
 
     tensors: list[Tensor]
     layer: int | None = None
-    fetched: Mark = field(default_factory=Reached)
+    fetched: CopyEvent = field(default_factory=Reached)
 
 
 class WeightStream:
@@ -54,9 +54,9 @@ class WeightStream:
         self.rooms_B = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
         first_B, *rest_B = self.rooms_B.split(sizes)
         self._root_room = carve(first_B, root)
-        self._rooms = [Room(tensors=carve(room_B, layers[0])) for room_B in rest_B]
+        self._rooms = [LayerBuffer(tensors=carve(room_B, layers[0])) for room_B in rest_B]
         self._visiting, self._backward_at = False, -1
-        self._gaps: list[tuple[Mark, Mark]] = []  # in which the computation waited for weights
+        self._gaps: list[tuple[CopyEvent, CopyEvent]] = []  # in which the computation waited for weights
         self._in_bytes = 0
         self._hooks: list[Any] = []
         for index, layer in enumerate(decoder.layers):
@@ -86,9 +86,9 @@ class WeightStream:
         weights = [host for part in (self._root, *self._layers) for _, host in part]
         return {"size_bytes": sum(host.nbytes for host in weights), "rooms_bytes": self.rooms_B.nbytes}
 
-    def take_traffic(self) -> Traffic:
+    def take_traffic(self) -> OffloadTraffic:
         """Bytes moved since the last call, and the time waited as far as the device has got."""
-        traffic, self._in_bytes = Traffic(in_bytes=self._in_bytes), 0
+        traffic, self._in_bytes = OffloadTraffic(in_bytes=self._in_bytes), 0
         done = [after.query() for _, after in self._gaps]
         traffic.waited_s = sum(seconds_between(*gap) for gap, is_done in zip(self._gaps, done, strict=True) if is_done)
         self._gaps = [gap for gap, is_done in zip(self._gaps, done, strict=True) if not is_done]
@@ -126,17 +126,19 @@ class WeightStream:
         if 0 <= follower < len(self._layers) and self._room_of(follower) is None:
             self._bring(follower, index, before)
 
-    def _room_of(self, index: int) -> Room | None:
+    def _room_of(self, index: int) -> LayerBuffer | None:
         return next((room for room in self._rooms if room.layer == index), None)
 
-    def _bring(self, index: int, keep: int, computed: Mark) -> Room:
+    def _bring(self, index: int, keep: int, computed: CopyEvent) -> LayerBuffer:
         """Into the room that does not hold `keep`, once what was computed with its old contents is done."""
         room = next(room for room in self._rooms if room.layer is None or room.layer != keep)
         self._empty(room)
         room.layer, room.fetched = index, self._fetch(self._layers[index], room.tensors, computed)
         return room
 
-    def _fetch(self, weights: Sequence[tuple[Tensor, Tensor]], room: Sequence[Tensor], computed: Mark) -> Mark:
+    def _fetch(
+        self, weights: Sequence[tuple[Tensor, Tensor]], room: Sequence[Tensor], computed: CopyEvent
+    ) -> CopyEvent:
         self._lane.after(computed)
         for (parameter, host), there in zip(weights, room, strict=True):
             self._lane.copy(there, host)
@@ -144,7 +146,7 @@ class WeightStream:
             self._in_bytes += host.nbytes
         return self._lane.mark()
 
-    def _empty(self, room: Room) -> None:
+    def _empty(self, room: LayerBuffer) -> None:
         if room.layer is not None:
             self._rest(self._layers[room.layer])
         room.layer = None

@@ -23,13 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from gyre.distributed.mesh import Mesh
-from gyre.distributed.process_group import Group
+from gyre.distributed.process_group import RankGroup
 from gyre.kernels.float8 import Amax
 from gyre.trainer.adamw.adamw import Numbers, Span, UpdateSpans, update_spans
 from gyre.trainer.adamw.blocks import block_layout, is_coded
 from gyre.trainer.offload.host_gradients import HostGradients
-from gyre.trainer.offload.state_fields import Field
-from gyre.trainer.offload.state_placement import Home
+from gyre.trainer.offload.state_fields import StateField
+from gyre.trainer.offload.state_placement import StatePlacement
 from gyre.trainer.offload.state_stream import Sent
 from gyre.trainer.offload.weight_stream import carve, room_bytes
 from gyre.trainer.parallelize.sharded_module import local_part
@@ -50,7 +50,7 @@ class AdamW(ABC):
 
     layout: ShardLayout
     grad_N: Tensor
-    fields: tuple[Field, ...]  # of the moments
+    fields: tuple[StateField, ...]  # of the moments
     moments: dict[str, Tensor]  # by field
 
     def __init__(
@@ -61,7 +61,7 @@ class AdamW(ABC):
         eps: float,
         weight_decay: float,
         mesh: Mesh,
-        home: Home | None = None,
+        home: StatePlacement | None = None,
         codes: bool = False,
         update_spans: UpdateSpans = update_spans,
     ) -> None:
@@ -77,7 +77,7 @@ class AdamW(ABC):
         )
         self.starts, self.coded_stop, self.decay_stop, self.file_size = lay_out(self.shapes, self.decays, self.coded)
         device = next(iter(self.parameters.values())).device
-        self.home = home or Home("", device if device.type != "meta" else mesh.world.device)
+        self.home = home or StatePlacement("", device if device.type != "meta" else mesh.world.device)
         self.device = self.home.device
         self._update_spans = update_spans
         self._laid: list[Span] | None = None  # `spans` of the update to come
@@ -180,12 +180,12 @@ class AdamW(ABC):
         """A flat buffer of this rank's, with an item per number, by parameter."""
         return {name: flat_N[place.at : place.at + place.stop - place.start] for name, place in self.places.items()}
 
-    def field_layout(self, field: Field) -> ShardLayout:
+    def field_layout(self, field: StateField) -> ShardLayout:
         """Who holds which items of a field of the moments."""
         layout = self.layout.of([name for name in self.layout.shapes if (name in self.coded) is field.coded])
         return block_layout(layout) if field.block > 1 else layout
 
-    def field_runs(self, field: Field, flat: Tensor) -> dict[str, Tensor]:
+    def field_runs(self, field: StateField, flat: Tensor) -> dict[str, Tensor]:
         """A field of the moments, or a copy of it, by parameter."""
         found = {}
         for name, place in self.places.items():
@@ -206,7 +206,7 @@ class AdamW(ABC):
         if self.home.sums is not None:
             self.home.sums.settle()
 
-    def all_reduce(self, group: Group, x_N: Tensor) -> None:
+    def all_reduce(self, group: RankGroup, x_N: Tensor) -> None:
         """Sum over the group; what lies in host memory beside a GPU goes through it a part at a time."""
         if group.size == 1 or not self.reduces_by_parts:
             group.all_reduce(x_N)

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from gyre.distributed.comm_stats import Traffic
-from gyre.trainer.offload.copy_streams import Lane, Mark
+from gyre.trainer.offload.copy_streams import CopyEvent, CopyStream
 
 
 class Exposed:
     """Of one model. `computing` is the stream that computes, `beside` gives the one that a collective runs on."""
 
-    def __init__(self, traffic: Traffic, computing: Lane, beside: Callable[[], Lane]) -> None:
+    def __init__(self, traffic: Traffic, computing: CopyStream, beside: Callable[[], CopyStream]) -> None:
         self.traffic, self.computing, self.beside = traffic, computing, beside
-        self.summed: Mark | None = None  # the newest sum of gradients that nothing has waited for
+        self.summed: CopyEvent | None = None  # the newest sum of gradients that nothing has waited for
 
     def before_sum(self) -> None:
         """A group's gradients are there: FSDP2 waits for the sum of the group before, then begins this one's."""
@@ -33,14 +33,14 @@ class Exposed:
             self.summed = None
 
 
-class Watch:
+class ExposedCommWatch:
     """Of one group. `ahead`: its weights are gathered in the backward pass too, before they are needed; else only when
     they are."""
 
     def __init__(self, model: Exposed, *, ahead: bool) -> None:
         self._model, self._ahead = model, ahead
-        self._needed: Mark | None = None  # a need of what is not gathered yet
-        self._gathered: Mark | None = None  # gathered, and not needed yet
+        self._needed: CopyEvent | None = None  # a need of what is not gathered yet
+        self._gathered: CopyEvent | None = None  # gathered, and not needed yet
 
     def hook(self, module: nn.Module) -> None:
         """After FSDP2 has hooked the module."""
@@ -62,11 +62,11 @@ class Watch:
             self._model.traffic.awaited(self._needed, done)
             self._needed = None
 
-    def summing(self, *, last: bool) -> Mark | None:
+    def summing(self, *, last: bool) -> CopyEvent | None:
         """Returns what `summed` wants to know: where the computation was, if it has nothing to do but wait."""
         return self._model.computing.mark() if last else None
 
-    def summed(self, since: Mark | None) -> None:
+    def summed(self, since: CopyEvent | None) -> None:
         """Called where the collective was."""
         done = self._model.beside().mark()
         if since is not None:

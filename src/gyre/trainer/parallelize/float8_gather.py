@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from gyre.core.errors import ConfigError
 from gyre.core.records import Matmul, Projection
-from gyre.distributed.process_group import Group
+from gyre.distributed.process_group import RankGroup
 from gyre.kernels.float8 import E4M3, MULTIPLE, Amax, Float8Weight, fits, largest, quantise, scale_of, why_not
 from gyre.models.decoder import Decoder, Layer
 
@@ -135,7 +135,7 @@ def begin_amax(parameter: Tensor) -> Amax | None:
     return shard.own
 
 
-def share_amaxes(parameters: Iterable[Tensor], dtype: torch.dtype, group: Group) -> None:
+def share_amaxes(parameters: Iterable[Tensor], dtype: torch.dtype, group: RankGroup) -> None:
     """After shards have changed: the largest number of each weight, over the ranks. Collective where there are any."""
     shards = [shard for parameter in parameters if (shard := float8_shard(parameter)) is not None]
     if not shards:

@@ -21,17 +21,19 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 
 from gyre.core.records import Projection
 from gyre.distributed.comm_stats import Kind, Traffic
-from gyre.distributed.mesh import Split
-from gyre.distributed.process_group import Group
+from gyre.distributed.mesh import ModelSharding
+from gyre.distributed.process_group import RankGroup
 from gyre.kernels.sums import add_up
 from gyre.models.decoder import NOTHING, Decoder
 from gyre.trainer.offload.copy_streams import compute_lane
-from gyre.trainer.parallelize.exposed_comm import Exposed, Watch
+from gyre.trainer.parallelize.exposed_comm import Exposed, ExposedCommWatch
 from gyre.trainer.parallelize.float8_gather import gather_in_float8
 from gyre.trainer.parallelize.sharded_module import is_shard
 
 
-def shard_decoder(decoder: Decoder, split: Split, *, trains: bool, float8: frozenset[Projection] = NOTHING) -> None:
+def shard_decoder(
+    decoder: Decoder, split: ModelSharding, *, trains: bool, float8: frozenset[Projection] = NOTHING
+) -> None:
     """Cut the weights over the ranks of `split.mesh.shard`. Trained shards are float32, the master weights themselves:
     layers are gathered in the dtype that the decoder had, or in 8 bits the projections of `float8`; gradients are
     summed in float32, and travel in that dtype if each is one chunk's. Copies on other replicas are kept equal by the
@@ -47,7 +49,7 @@ def shard_decoder(decoder: Decoder, split: Split, *, trains: bool, float8: froze
 
     def cut(module: Any, *, reshard: bool) -> None:
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
-        watch = None if exposed is None else Watch(exposed, ahead=reshard)
+        watch = None if exposed is None else ExposedCommWatch(exposed, ahead=reshard)
         if watch is not None and module is not decoder:
             watch.hook(module)
         module.set_gradient_divide_factor(1.0)  # losses are divided by the denominator of all ranks already
@@ -78,7 +80,7 @@ class _Counted:
     """A collective of FSDP2 that is counted and timed: on a CPU as one of `ranks`, on a GPU by `watch`, beside the
     computation. It is over, or behind it on the stream, when the call returns."""
 
-    def __init__(self, ranks: Group, watch: Watch | None) -> None:
+    def __init__(self, ranks: RankGroup, watch: ExposedCommWatch | None) -> None:
         self._ranks, self._watch = ranks, watch
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -112,7 +114,7 @@ class CountedScatter(_Counted):
     order of the ranks: what float32 slices would give, for half the bytes. Of the `last` group the computation does
     nothing but wait."""
 
-    def __init__(self, ranks: Group, watch: Watch | None, *, sends: torch.dtype, last: bool) -> None:
+    def __init__(self, ranks: RankGroup, watch: ExposedCommWatch | None, *, sends: torch.dtype, last: bool) -> None:
         super().__init__(ranks, watch)
         self._sends, self._last = sends, last
         self._asked = 0  # numbers that there is room for to send, until there is room for their sum

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gyre.distributed.mesh import Split
+from gyre.distributed.mesh import ModelSharding
 from gyre.models.decoder import Decoder
 from gyre.trainer.parallelize.float8_gather import Float8Shard
 
@@ -35,7 +35,7 @@ def reshard(decoder: Decoder) -> None:
         module.reshard()
 
 
-def begin_chunk(decoder: Decoder, split: Split, *, last: bool) -> None:
+def begin_chunk(decoder: Decoder, split: ModelSharding, *, last: bool) -> None:
     """Before the forward pass of an update's chunk. With zero 2 the weights stay gathered from chunk to chunk."""
     if not is_sharded(decoder):
         return

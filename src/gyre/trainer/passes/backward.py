@@ -17,10 +17,10 @@ from torch import Tensor
 from gyre.core.errors import DivergedError
 from gyre.objectives.api import AnyObjective, LossInputs, add_sums, finish_sums, loss_sum, trains_scores
 from gyre.observability.metrics import largest
-from gyre.trainer.batching.microbatch import Chunk
+from gyre.trainer.batching.microbatch import MicroBatch
 from gyre.trainer.parallelize.sharded_module import is_sharded
 from gyre.trainer.passes.forward import ChunkLogprobs, chunk_logprobs, chunk_scores, chunk_values
-from gyre.trainer.roles.trained_model import Learner
+from gyre.trainer.roles.trained_model import TrainedModel
 
 MOST_LOST_STEPS = 3  # in a row, before training is given up
 
@@ -29,24 +29,24 @@ MOST_LOST_STEPS = 3  # in a row, before training is given up
 class Models:
     """Who learns in this run, and how the actor's log-probs are computed."""
 
-    actor: Learner
-    critic: Learner | None = None
+    actor: TrainedModel
+    critic: TrainedModel | None = None
     logprobs: ChunkLogprobs = chunk_logprobs
 
     @property
-    def learners(self) -> tuple[Learner, ...]:
+    def learners(self) -> tuple[TrainedModel, ...]:
         return (self.actor,) if self.critic is None else (self.actor, self.critic)
 
 
 @dataclass(slots=True)
-class Found:
+class UpdateStats:
     """What the chunks of one update said beside their gradients."""
 
     sums: dict[str, Tensor] = field(default_factory=dict)  # objectives' (sum, count) pairs
     max_gap: Tensor | None = None  # largest |trainer - engine| log-prob
 
 
-class Totals:
+class StepStats:
     """Metrics of a loop step, gathered over its updates."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Totals:
         self._norms: list[Mapping[str, float]] = []
         self._skipped = 0
 
-    def add(self, found: Found, norms: Mapping[str, float]) -> None:
+    def add(self, found: UpdateStats, norms: Mapping[str, float]) -> None:
         """Count an update, with the gradient norm of each learner."""
         self._sums = add_sums(self._sums, found.sums)
         self._gaps += [] if found.max_gap is None else [found.max_gap]
@@ -99,12 +99,17 @@ def refuse_divergence(lost_steps: int, rates: Mapping[str, float], *, step: int)
 
 
 def collect_gradients(
-    models: Models, objective: AnyObjective, chunks: Sequence[Chunk], denominator: float, *, loss_scale: float = 1.0
-) -> Found:
+    models: Models,
+    objective: AnyObjective,
+    chunks: Sequence[MicroBatch],
+    denominator: float,
+    *,
+    loss_scale: float = 1.0,
+) -> UpdateStats:
     """Run forward and backward over the chunks of one update; gradients × loss_scale add up in the learners'
     buffers."""
     assert denominator > 0.0
-    found = Found()
+    found = UpdateStats()
     for index, chunk in enumerate(chunks):
         for learner in models.learners:
             learner.begin_chunk(last=index == len(chunks) - 1)
@@ -119,7 +124,7 @@ def collect_gradients(
 
 # Nothing of a chunk's graph outlives these two: what it still held would lie beside the next chunk's.
 def _add_actor_gradient(
-    models: Models, objective: AnyObjective, chunk: Chunk, denominator: float, found: Found
+    models: Models, objective: AnyObjective, chunk: MicroBatch, denominator: float, found: UpdateStats
 ) -> None:
     actor, inputs = models.actor, _inputs(chunk)
     if trains_scores(objective):
@@ -134,14 +139,14 @@ def _add_actor_gradient(
 
 
 def _add_critic_gradient(
-    critic: Learner, objective: AnyObjective, chunk: Chunk, denominator: float, found: Found
+    critic: TrainedModel, objective: AnyObjective, chunk: MicroBatch, denominator: float, found: UpdateStats
 ) -> None:
     assert critic.head is not None
     values_N = chunk_values(critic.decoder, critic.head, chunk, critic.checkpointing, critic.float8)
     _backward(objective, replace(_inputs(chunk), values_N=values_N), denominator, found)
 
 
-def _keep_in_step(models: Models, objective: AnyObjective, chunk: Chunk) -> None:
+def _keep_in_step(models: Models, objective: AnyObjective, chunk: MicroBatch) -> None:
     """Pass through the layers that are gathered for all ranks, with a gradient of zero."""
     for learner in models.learners:
         if not is_sharded(learner.decoder):
@@ -154,7 +159,7 @@ def _keep_in_step(models: Models, objective: AnyObjective, chunk: Chunk) -> None
         (outputs.sum() * 0.0).backward()
 
 
-def _inputs(chunk: Chunk) -> LossInputs:
+def _inputs(chunk: MicroBatch) -> LossInputs:
     """What the batch alone says; results of a forward pass come on top."""
     columns, pairs = chunk.columns, chunk.pairs
     return LossInputs(
@@ -173,13 +178,13 @@ def _inputs(chunk: Chunk) -> LossInputs:
     )
 
 
-def _backward(objective: AnyObjective, inputs: LossInputs, denominator: float, found: Found) -> None:
+def _backward(objective: AnyObjective, inputs: LossInputs, denominator: float, found: UpdateStats) -> None:
     loss, sums = loss_sum(objective, inputs)
     (loss / denominator).backward()
     found.sums = add_sums(found.sums, {name: pair.detach() for name, pair in sums.items()})
 
 
-def _note_gap(inputs: LossInputs, logprobs_N: Tensor, found: Found) -> None:
+def _note_gap(inputs: LossInputs, logprobs_N: Tensor, found: UpdateStats) -> None:
     """Keep the largest |trainer - engine| log-prob, by the policy as it was before the step where that is known."""
     if inputs.behaviour_logprobs_N is None or len(logprobs_N) == 0:
         return

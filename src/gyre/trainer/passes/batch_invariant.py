@@ -21,7 +21,7 @@ from gyre.kernels.gpu.split_kv import Slab, cut_slabs, send
 from gyre.kernels.gpu.work_list import lay_out_pages
 from gyre.models.decoder import Decoder
 from gyre.models.fused_forward import FusedForward
-from gyre.trainer.batching.microbatch import Chunk
+from gyre.trainer.batching.microbatch import MicroBatch
 from gyre.trainer.passes.recompute import recomputed_logprobs
 
 LOGIT_ROWS = 1024  # rows of logits that exist at a time
@@ -34,14 +34,14 @@ class InvariantLogprobs:
     def __init__(self, *, page_tokens: int) -> None:
         self._page_tokens = page_tokens
 
-    def __call__(self, decoder: Decoder, chunk: Chunk) -> tuple[Tensor, Tensor]:
+    def __call__(self, decoder: Decoder, chunk: MicroBatch) -> tuple[Tensor, Tensor]:
         return recomputed_logprobs(decoder, chunk, InvariantForward(decoder, chunk, self._page_tokens))
 
 
 class InvariantForward:
     """A ChunkForward: one decoder over one chunk."""
 
-    def __init__(self, decoder: Decoder, chunk: Chunk, page_tokens: int) -> None:
+    def __init__(self, decoder: Decoder, chunk: MicroBatch, page_tokens: int) -> None:
         self._chunk, device, spec = chunk, decoder.device, decoder.spec
         lengths_S = np.asarray(chunk.layout.lengths)
         row_T = np.repeat(np.arange(len(lengths_S)), lengths_S)

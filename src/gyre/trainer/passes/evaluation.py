@@ -11,16 +11,16 @@ import numpy as np
 
 from gyre.core.errors import ConfigError
 from gyre.core.records import Evaluation, TrainBatch, TrainSequence, Which
-from gyre.distributed.process_group import Group
+from gyre.distributed.process_group import RankGroup
 from gyre.models.decoder import NOTHING
 from gyre.objectives.api import AnyObjective, needs_old_logprobs, required_columns
-from gyre.trainer.batching.epoch_plan import EpochPlan, Planner
+from gyre.trainer.batching.epoch_plan import BatchPlanner, EpochPlan
 from gyre.trainer.batching.microbatch import check_columns
 from gyre.trainer.config import TrainerConfig
-from gyre.trainer.metrics.throughput import Meter
+from gyre.trainer.metrics.throughput import ThroughputMeter
 from gyre.trainer.passes.backward import Models
 from gyre.trainer.passes.forward import logprobs_of, scores_of, values_of
-from gyre.trainer.roles.memory_components import ScoredModel, Tenancy
+from gyre.trainer.roles.memory_components import MemoryComponents, ScoredModel
 from gyre.trainer.roles.reference_model import Reference
 
 
@@ -35,10 +35,10 @@ class Evaluator:
         models: Models,
         reference: Reference | None,
         reward_model: ScoredModel | None,
-        planner: Planner,
-        tenancy: Tenancy,
-        group: Group,
-        meter: Meter,
+        planner: BatchPlanner,
+        tenancy: MemoryComponents,
+        group: RankGroup,
+        meter: ThroughputMeter,
     ) -> None:
         self._objective, self._config, self._models = objective, config, models
         self._reference, self._reward_model = reference, reward_model

@@ -14,20 +14,20 @@ import torch
 from torch import Tensor
 
 from gyre.core.records import Checkpointing, Projection, TrainSequence
-from gyre.distributed.process_group import Group
+from gyre.distributed.process_group import RankGroup
 from gyre.kernels.attention import varlen_attention
 from gyre.kernels.logprobs import token_logprobs
 from gyre.models.decoder import NOTHING, Decoder
 from gyre.models.scalar_head import ScalarHead
-from gyre.trainer.batching.microbatch import Chunk, target_mask
+from gyre.trainer.batching.microbatch import MicroBatch, target_mask
 from gyre.trainer.parallelize.sharded_module import is_sharded, reshard
 
-ChunkLogprobs = Callable[[Decoder, Chunk], tuple[Tensor, Tensor]]  # → (logprobs_N, entropy_N), differentiable
+ChunkLogprobs = Callable[[Decoder, MicroBatch], tuple[Tensor, Tensor]]  # → (logprobs_N, entropy_N), differentiable
 
 
 def hidden_states(
     decoder: Decoder,
-    chunk: Chunk,
+    chunk: MicroBatch,
     rows_N: Tensor | None = None,
     checkpointing: Checkpointing = "none",
     float8: frozenset[Projection] = NOTHING,
@@ -43,7 +43,7 @@ def hidden_states(
 
 
 def chunk_logprobs(
-    decoder: Decoder, chunk: Chunk, checkpointing: Checkpointing = "none", float8: frozenset[Projection] = NOTHING
+    decoder: Decoder, chunk: MicroBatch, checkpointing: Checkpointing = "none", float8: frozenset[Projection] = NOTHING
 ) -> tuple[Tensor, Tensor]:
     """Return (logprobs_N, entropy_N) of the chunk's targets."""
     hidden_NE = hidden_states(decoder, chunk, chunk.rows_N, checkpointing, float8)
@@ -57,7 +57,7 @@ def chunk_logprobs(
 def chunk_values(
     decoder: Decoder,
     head: ScalarHead,
-    chunk: Chunk,
+    chunk: MicroBatch,
     checkpointing: Checkpointing = "none",
     float8: frozenset[Projection] = NOTHING,
 ) -> Tensor:
@@ -68,7 +68,7 @@ def chunk_values(
 def chunk_scores(
     decoder: Decoder,
     head: ScalarHead,
-    chunk: Chunk,
+    chunk: MicroBatch,
     checkpointing: Checkpointing = "none",
     float8: frozenset[Projection] = NOTHING,
 ) -> Tensor:
@@ -79,8 +79,8 @@ def chunk_scores(
 def logprobs_of(
     decoder: Decoder,
     sequences: Sequence[TrainSequence],
-    chunks: Sequence[Chunk],
-    group: Group,
+    chunks: Sequence[MicroBatch],
+    group: RankGroup,
     compute: ChunkLogprobs = chunk_logprobs,
 ) -> tuple[np.ndarray, ...]:
     """Forward only. Returns float32 [T] per sequence in batch order: log-probs at targets, 0.0 elsewhere."""
@@ -95,8 +95,8 @@ def values_of(
     decoder: Decoder,
     head: ScalarHead,
     sequences: Sequence[TrainSequence],
-    chunks: Sequence[Chunk],
-    group: Group,
+    chunks: Sequence[MicroBatch],
+    group: RankGroup,
     float8: frozenset[Projection] = NOTHING,
 ) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
     """Forward only. Returns values before each target (0.0 elsewhere), and the value after each last token."""
@@ -115,8 +115,8 @@ def scores_of(
     decoder: Decoder,
     head: ScalarHead,
     num_sequences: int,
-    chunks: Sequence[Chunk],
-    group: Group,
+    chunks: Sequence[MicroBatch],
+    group: RankGroup,
     float8: frozenset[Projection] = NOTHING,
 ) -> np.ndarray:
     """Forward only. Returns float32 [sequences], the score of each sequence in batch order."""
@@ -144,7 +144,7 @@ def _blank(sequences: Sequence[TrainSequence]) -> tuple[np.ndarray, ...]:
 
 
 def _scatter(
-    values_N: Tensor, chunk: Chunk, sequences: Sequence[TrainSequence], results: tuple[np.ndarray, ...]
+    values_N: Tensor, chunk: MicroBatch, sequences: Sequence[TrainSequence], results: tuple[np.ndarray, ...]
 ) -> None:
     """Put a chunk's numbers where its sequences' targets are."""
     if not chunk.members:
@@ -154,7 +154,7 @@ def _scatter(
         results[index][target_mask(sequences[index])] = part
 
 
-def _joined(parts: tuple[np.ndarray, ...], group: Group) -> tuple[np.ndarray, ...]:
+def _joined(parts: tuple[np.ndarray, ...], group: RankGroup) -> tuple[np.ndarray, ...]:
     """Join what the ranks found. One rank found each number and the others have 0.0, so a sum changes no bit."""
     if group.size == 1 or not parts:
         return parts

@@ -24,7 +24,7 @@ from gyre.kernels.logprobs import logprobs_by
 from gyre.kernels.norm import rms_norm
 from gyre.kernels.rope import rope_tables
 from gyre.models.decoder import Decoder
-from gyre.trainer.batching.microbatch import Chunk
+from gyre.trainer.batching.microbatch import MicroBatch
 
 Step = Callable[[Tensor], Tensor]
 
@@ -43,7 +43,7 @@ class ChunkForward(Protocol):
         ...
 
 
-def recomputed_logprobs(decoder: Decoder, chunk: Chunk, forward: ChunkForward) -> tuple[Tensor, Tensor]:
+def recomputed_logprobs(decoder: Decoder, chunk: MicroBatch, forward: ChunkForward) -> tuple[Tensor, Tensor]:
     """Return (logprobs_N, entropy_N) as `forward` computes them. The chunk has no truncation."""
     assert chunk.support is None, "runconfig refuses truncation together with this"
     x_TE = F.embedding(chunk.tokens_T, decoder.embed.weight)

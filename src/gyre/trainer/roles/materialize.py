@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from gyre.core.records import Projection
-from gyre.distributed.mesh import Split
+from gyre.distributed.mesh import ModelSharding
 from gyre.kernels.rope import rope_frequencies
 from gyre.memory.pools.host_buffer import HostBuffer
 from gyre.models.decoder import NOTHING, Decoder
@@ -35,7 +35,9 @@ def blank_copy(decoder: Decoder) -> Decoder:
     return Decoder(decoder.spec, device=torch.device("meta"), dtype=decoder.dtype)
 
 
-def cut_weights(decoder: Decoder, split: Split, *, trains: bool, float8: frozenset[Projection] = NOTHING) -> None:
+def cut_weights(
+    decoder: Decoder, split: ModelSharding, *, trains: bool, float8: frozenset[Projection] = NOTHING
+) -> None:
     """Cut the weights over the shard group, and give a blank decoder the storage of its shards. `float8` names the
     projections that are gathered in 8 bits."""
     from gyre.trainer.parallelize.fsdp import (
@@ -60,7 +62,7 @@ def place_constants(decoder: Decoder, device: torch.device) -> None:
     decoder.inv_freq_F = rope_frequencies(spec.head_dim, spec.rope_theta, spec.rope_scaling, device)
 
 
-def start_frozen(decoder: Decoder, split: Split, weights: TensorSource | None) -> None:
+def start_frozen(decoder: Decoder, split: ModelSharding, weights: TensorSource | None) -> None:
     """A model that is not trained. One that is not blank keeps its numbers and takes no source."""
     assert weights is None or is_blank(decoder)
     blank, dtype, layout = is_blank(decoder), decoder.dtype, frozen_layout(decoder, split)
@@ -81,7 +83,9 @@ class Away:
     stream: WeightStream
 
 
-def start_away(name: str, decoder: Decoder, head: nn.Module | None, split: Split, weights: TensorSource | None) -> Away:
+def start_away(
+    name: str, decoder: Decoder, head: nn.Module | None, split: ModelSharding, weights: TensorSource | None
+) -> Away:
     """As `start_frozen`, with every weight in host memory. `head` is filled already."""
     refuse_cut(name, zero=split.zero, ranks=split.mesh.shard.size)
     assert weights is None or is_blank(decoder)
@@ -97,7 +101,7 @@ def start_away(name: str, decoder: Decoder, head: nn.Module | None, split: Split
     return Away(buffer, WeightStream(decoder, head, device))
 
 
-def frozen_layout(decoder: Decoder, split: Split) -> ShardLayout:
+def frozen_layout(decoder: Decoder, split: ModelSharding) -> ShardLayout:
     """Who holds what of a model that is not trained; asked before it is cut."""
     shapes = {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
     return row_layout(shapes, num_ranks=split.mesh.shard.size if split.shards_weights else 1)

@@ -1,4 +1,4 @@
-"""Tenancy: the trainer's components as the memory ledger sees them, and as the trainer itself needs them.
+"""MemoryComponents: the trainer's components as the memory ledger sees them, and as the trainer itself needs them.
 In: learners, a reference, a reward model, as each is made. Out: a PoolTenant that can tell what is where.
 """
 
@@ -19,13 +19,13 @@ from gyre.trainer.offload.weight_stream import WeightStream
 from gyre.trainer.parallelize.sharded_module import local_tensors
 from gyre.trainer.roles.materialize import Away
 from gyre.trainer.roles.reference_model import Reference, frozen_pools
-from gyre.trainer.roles.trained_model import Learner
+from gyre.trainer.roles.trained_model import TrainedModel
 
 ScoredModel = tuple[Decoder, ScalarHead]
 ORDER = ("actor", "critic", "reference", "reward")  # of the owners in the ledger, as the planner has them
 
 
-class Tenancy(PoolTenant):
+class MemoryComponents(PoolTenant):
     """All components of one trainer."""
 
     def __init__(self, disk_folder: Path | None, parked: Mapping[str, Tier]) -> None:
@@ -36,7 +36,7 @@ class Tenancy(PoolTenant):
         self._lent: frozenset[str] = frozenset()  # components that somebody reads beside the trainer
         self._no_longer_read: Callable[[], None] = lambda: None
 
-    def take_learner(self, learner: Learner) -> Learner:
+    def take_learner(self, learner: TrainedModel) -> TrainedModel:
         self._take(learner.pools(self.folder))
         if learner.stream is not None:
             self.streams[learner.name] = learner.stream

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gyre.distributed.mesh import Split
+from gyre.distributed.mesh import ModelSharding
 from gyre.memory.pools.fixed import FixedPool
 from gyre.memory.pools.storage import StoragePool
 from gyre.models.decoder import Decoder
@@ -30,7 +30,9 @@ from gyre.weights.tensor_source import TensorSource
 class Reference:
     """A copy of the actor's compute weights. With a moving average, the average itself is kept in float32."""
 
-    def __init__(self, decoder: Decoder, config: TrainerConfig, split: Split, weights: TensorSource | None) -> None:
+    def __init__(
+        self, decoder: Decoder, config: TrainerConfig, split: ModelSharding, weights: TensorSource | None
+    ) -> None:
         """`decoder` is blank and the reference's own from here on; without `weights` it stays so until `restore`."""
         self._config, self._split = config, split
         self.decoder, self._dtype = decoder, decoder.dtype

@@ -1,4 +1,4 @@
-"""Learner: one model that is trained (actor, critic or reward model) with its optimiser state and memory components.
+"""TrainedModel: one model that is trained (actor, critic or reward model) with its optimiser state and memory components.
 In: a Decoder, maybe a ScalarHead, how they lie over ranks, first weights. Out: updated weights, named tensors, storage
 pools.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gyre.core.records import Checkpointing, Projection, Tier
-from gyre.distributed.mesh import Split
+from gyre.distributed.mesh import ModelSharding
 from gyre.memory.pools.cuda_vmm import find_driver
 from gyre.memory.pools.fixed import FixedPool
 from gyre.memory.pools.storage import StoragePool
@@ -24,7 +24,7 @@ from gyre.trainer.adamw.adamw_8bit import CodedUpdate
 from gyre.trainer.adamw.blocks import check_codes
 from gyre.trainer.checkpoint.shards import Holding, PartSource, sharers
 from gyre.trainer.config import TrainerConfig, refuse_cut
-from gyre.trainer.offload.state_placement import Home
+from gyre.trainer.offload.state_placement import StatePlacement
 from gyre.trainer.offload.weight_stream import WeightStream
 from gyre.trainer.optim.flat import AdamW, FlatOptimizer
 from gyre.trainer.optim.sharded import RowOptimizer, SlicedOptimizer
@@ -36,7 +36,7 @@ from gyre.weights.tensor_source import TensorSource, fill
 HEAD_PREFIX = "scalar_head."
 
 
-class Learner:
+class TrainedModel:
     """Decoder, scalar head (or None) and optimiser under one name, which prefixes components and snapshot keys."""
 
     def __init__(
@@ -45,7 +45,7 @@ class Learner:
         decoder: Decoder,
         head: ScalarHead | None,
         config: TrainerConfig,
-        split: Split,
+        split: ModelSharding,
         *,
         folder: Path | None,
         emit: Callable[..., None],
@@ -73,7 +73,7 @@ class Learner:
             kind = RowOptimizer if split.shards_weights else SlicedOptimizer
         elsewhere = is_blank(decoder) or name in config.offload_parameters  # than on the device that it computes on
         device = split.mesh.world.device if elsewhere else decoder.device
-        self.home = Home.of(name, device, config, folder, emit, progress)
+        self.home = StatePlacement.of(name, device, config, folder, emit, progress)
         self.optimizer = kind(
             parameters,
             betas=config.betas,

@@ -10,8 +10,8 @@ import pytest
 from engine_device import PAGE_TOKENS, FakeDevice, answer, make_cycle
 from gyre.core.records import Request, Sampling, TokenChunk
 from gyre.engine.scheduler.sequence import State
-from gyre.engine.scheduler.state import Roster
-from gyre.engine.scheduler.swap import Rates
+from gyre.engine.scheduler.state import SchedulerState
+from gyre.engine.scheduler.swap import SwapRates
 
 
 class Inside:
@@ -21,14 +21,14 @@ class Inside:
         self, *, depth: int = 0, num_pages: int = 9, max_running: int = 3, budget: int = 8, num_slots: int = 0
     ):
         self.device, self.now = FakeDevice(), 0.0
-        self.roster = Roster(
+        self.roster = SchedulerState(
             max_running=max_running,
             num_pages=num_pages,
             page_tokens=PAGE_TOKENS,
             prefix_cache=True,
             emit=lambda kind, **fields: None,
             num_slots=num_slots,
-            rates=Rates(page_bytes=1, swap_bytes_per_s=2.0, prefill_tokens_per_s=1e-9),
+            rates=SwapRates(page_bytes=1, swap_bytes_per_s=2.0, prefill_tokens_per_s=1e-9),
         )
         self.cycle = make_cycle(self.roster, self.device, budget=budget, depth=depth, clock=lambda: self.now)
         self.requests: dict[str, Request] = {}

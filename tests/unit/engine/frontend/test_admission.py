@@ -10,9 +10,9 @@ from pydantic import ValidationError
 
 from gyre.core.records import Partial, Request, Sampling, Support
 from gyre.engine.config import EngineConfig, plan_num_pages
-from gyre.engine.frontend.admission import Limits, find_refusal
+from gyre.engine.frontend.admission import RequestLimits, find_refusal
 
-LIMITS = Limits(vocab_size=50, context_tokens=64, cache_tokens=48, can_decode=False)
+LIMITS = RequestLimits(vocab_size=50, context_tokens=64, cache_tokens=48, can_decode=False)
 GOOD = Request(request_id="r", tokens=np.arange(10, dtype=np.int32), sampling=Sampling(max_tokens=20, n=2))
 
 

@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 
 from gyre.core.records import Partial, PromptLogprobs, Request, Sampling
 from gyre.engine.frontend.token_stream import collect
-from gyre.engine.kv_cache.prompt_logprobs import BlockScores, Piece, PromptBook, ScoreStore, load_known, usable_pages
+from gyre.engine.kv_cache.prompt_logprobs import (
+    BlockScores,
+    PromptLogprobStore,
+    PromptSlice,
+    ScoreStore,
+    load_known,
+    usable_pages,
+)
 from gyre.engine.sampling.logprobs import score_targets
 from gyre.engine.scheduler.sequence import sequences_of
 from gyre.models.hub.load import load_hub
@@ -312,7 +319,7 @@ def test_a_book_ends_whole_whatever_is_kept_hit_and_cut(length, page_tokens, sto
         span = slice(block * page_tokens, (block + 1) * page_tokens)
         empty = np.zeros((page_tokens, 0))
         store.put(keys[block], BlockScores(logprobs=truth[span], top_ids=empty, top_logprobs=empty))
-    book = PromptBook(length, 0)
+    book = PromptLogprobStore(length, 0)
     load_known(book, keys, store, page_tokens, version=1)
     at = usable_pages(book, min(hits, len(keys)), page_tokens) * page_tokens
     while at < length:
@@ -321,7 +328,7 @@ def test_a_book_ends_whole_whatever_is_kept_hit_and_cut(length, page_tokens, sto
         if wanted:
             assert at < first and first + wanted <= min(at + count + 1, length)
             empty = np.zeros((wanted, 0))
-            piece = Piece(
+            piece = PromptSlice(
                 book=book, first=first, logprobs=truth[first : first + wanted], top_ids=empty, top_logprobs=empty
             )
             book.enter(piece, 1)

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from gyre.engine.runners.batch_layout import StepLayout, lay_out, plan_buckets
-from gyre.engine.scheduler.slots import Rows
-from gyre.engine.scheduler.step import Chunk, Step
+from gyre.engine.scheduler.slots import InputBatch
+from gyre.engine.scheduler.step import PrefillChunk, Step
 
 PAGE_TOKENS, NUM_ROWS, NUM_PAGES, WIDTH = 4, 8, 400, 160
 
 
-def make_rows(computed: dict[int, int], held: dict[int, int]) -> Rows:
+def make_rows(computed: dict[int, int], held: dict[int, int]) -> InputBatch:
     """Rows with these tokens computed and these pages held. What the table has behind them is of no row."""
-    generator, rows = np.random.default_rng(0), Rows(NUM_ROWS, PAGE_TOKENS)
+    generator, rows = np.random.default_rng(0), InputBatch(NUM_ROWS, PAGE_TOKENS)
     rows.table_RP = generator.permutation(np.arange(1, NUM_PAGES))[: NUM_ROWS * WIDTH // PAGE_TOKENS]
     rows.table_RP = rows.table_RP.reshape(NUM_ROWS, WIDTH // PAGE_TOKENS).astype(np.int32)
     rows.tokens_RW = generator.integers(0, 10**6, (NUM_ROWS, WIDTH)).astype(np.int32)
@@ -27,7 +27,7 @@ def make_rows(computed: dict[int, int], held: dict[int, int]) -> Rows:
     return rows
 
 
-def make_step(decode: list[int], chunks: list[Chunk], sample_chunks: list[int]) -> Step:
+def make_step(decode: list[int], chunks: list[PrefillChunk], sample_chunks: list[int]) -> Step:
     none = np.empty(0, np.int64)
     return Step(
         decode_rows=np.asarray(decode, np.int64),
@@ -48,7 +48,7 @@ def pages_for(tokens: int) -> int:
     return (tokens + PAGE_TOKENS - 1) // PAGE_TOKENS
 
 
-def check(rows: Rows, step: Step, layout: StepLayout, num_kv_heads: int) -> list[int]:
+def check(rows: InputBatch, step: Step, layout: StepLayout, num_kv_heads: int) -> list[int]:
     """Compare each token, read and write with plain loops; return the sequences in the order in which they lie. The
     sequences of a step are its decoding rows, then its chunks."""
     sequences = [(row, int(rows.computed_R[row]), 1) for row in step.decode_rows.tolist()]
@@ -116,7 +116,11 @@ def test_decoding_rows_lie_in_their_order(num_kv_heads: int) -> None:
 def test_one_bucket_of_decoding_rows_and_chunks_keeps_the_given_order() -> None:
     """Of the chunks the second ends its prompt, with a fork; so does the third; the first does not."""
     rows = make_rows({2: 9, 0: 4}, {2: 3, 0: 2, 5: 2, 3: 1, 7: 3})
-    chunks = [Chunk(row=5, start=3, count=4), Chunk(row=3, start=0, count=2), Chunk(row=7, start=8, count=1)]
+    chunks = [
+        PrefillChunk(row=5, start=3, count=4),
+        PrefillChunk(row=3, start=0, count=2),
+        PrefillChunk(row=7, start=8, count=1),
+    ]
     step = make_step([2, 0], chunks, [1, 1, 2])
     layout = lay_out(rows, step, num_kv_heads=2)
     assert check(rows, step, layout, 2) == [0, 1, 2, 3, 4]
@@ -127,7 +131,11 @@ def test_one_bucket_of_decoding_rows_and_chunks_keeps_the_given_order() -> None:
 def test_large_chunks_lie_in_a_bucket_of_their_own() -> None:
     """The first chunk has 100 queries over 100 keys, the last 90 over 120; beside them all else is small."""
     rows = make_rows({2: 30, 0: 4}, {2: 8, 0: 2, 5: 25, 3: 1, 7: 30})
-    chunks = [Chunk(row=5, start=0, count=100), Chunk(row=3, start=0, count=2), Chunk(row=7, start=30, count=90)]
+    chunks = [
+        PrefillChunk(row=5, start=0, count=100),
+        PrefillChunk(row=3, start=0, count=2),
+        PrefillChunk(row=7, start=30, count=90),
+    ]
     step = make_step([2, 0], chunks, [0, 2])
     layout = lay_out(rows, step, num_kv_heads=2)
     assert [bucket.batch for bucket in layout.buckets] == [3, 2]
@@ -138,13 +146,13 @@ def test_large_chunks_lie_in_a_bucket_of_their_own() -> None:
 
 def test_a_whole_prompt_of_one_token_is_its_own_source() -> None:
     rows = make_rows({2: 9}, {2: 3, 5: 1, 6: 1})
-    step = make_step([2], [Chunk(row=5, start=0, count=1), Chunk(row=6, start=2, count=1)], [0, 1])
+    step = make_step([2], [PrefillChunk(row=5, start=0, count=1), PrefillChunk(row=6, start=2, count=1)], [0, 1])
     layout = lay_out(rows, step, num_kv_heads=1)
     assert check(rows, step, layout, 1) == [0, 1, 2] and layout.source_N is None
-    step = make_step([2], [Chunk(row=5, start=0, count=1), Chunk(row=6, start=1, count=1)], [0])
+    step = make_step([2], [PrefillChunk(row=5, start=0, count=1), PrefillChunk(row=6, start=1, count=1)], [0])
     layout = lay_out(rows, step, num_kv_heads=1)
     assert layout.source_N is not None and layout.source_N.tolist() == [0, 1]
-    step = make_step([], [Chunk(row=5, start=0, count=2), Chunk(row=6, start=1, count=1)], [1, 1, 1])
+    step = make_step([], [PrefillChunk(row=5, start=0, count=2), PrefillChunk(row=6, start=1, count=1)], [1, 1, 1])
     layout = lay_out(rows, step, num_kv_heads=1)
     assert layout.source_N is not None and layout.source_N.tolist() == [2, 2, 2]
 

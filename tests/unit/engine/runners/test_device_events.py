@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gyre.core.errors import DeadlineError
-from gyre.engine.runners.device_events import NAP_S, SPIN_S, Arrival, wait_for
-from gyre.engine.scheduler.step import Chunk, Step
+from gyre.engine.runners.device_events import NAP_S, SPIN_S, ResultEvent, wait_for
+from gyre.engine.scheduler.step import PrefillChunk, Step
 
 QUESTION_S = 2e-6  # what a question and a pause of nothing take
 
@@ -65,11 +65,11 @@ def test_what_went_wrong_on_the_device_is_raised_as_it_is() -> None:
 def test_a_step_is_named_by_its_work() -> None:
     none = np.empty(0, np.int64)
     step = Step(
-        decode_rows=np.arange(3), chunks=(Chunk(row=4, start=0, count=30), Chunk(row=5, start=8, count=12)),
+        decode_rows=np.arange(3), chunks=(PrefillChunk(row=4, start=0, count=30), PrefillChunk(row=5, start=8, count=12)),
         sample_rows=none, sample_chunks=none, sample_positions=none, sample_tenures=none, restored_rows=none,
         version=0, swap_out=None, swap_in=None, copies=(),
     )  # fmt: skip
-    arrival = Arrival(step, 1e-9)
+    arrival = ResultEvent(step, 1e-9)
     arrival.wait()  # nothing is marked, nothing waited for
     arrival._event = World(float("inf"))  # type: ignore[assignment]
     with pytest.raises(DeadlineError, match="a step of 3 decoding completions and 42 prompt tokens"):

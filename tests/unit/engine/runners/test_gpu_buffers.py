@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from gyre.engine.runners.gpu_buffers import DeviceRows
-from gyre.engine.scheduler.slots import Rows
+from gyre.engine.scheduler.slots import InputBatch
 
 ROWS, PLACES = 5, 7
 
@@ -66,7 +66,7 @@ class TableMachine(RuleBasedStateMachine):
     def step(self, data: st.DataObject) -> None:
         touched = data.draw(st.lists(st.sampled_from(sorted(self.model)), unique=True))
         before_RP = self.device.table_RP.clone()
-        entries_3N = self.device.new_entries(cast(Rows, self.rows), np.asarray(touched, dtype=np.int64))
+        entries_3N = self.device.new_entries(cast(InputBatch, self.rows), np.asarray(touched, dtype=np.int64))
         assert entries_3N.dtype == np.int32 and entries_3N.flags.c_contiguous
         row_N, column_N, page_N = entries_3N
         assert len(set(zip(row_N.tolist(), column_N.tolist(), strict=True))) == len(row_N), "a place is sent once"
@@ -77,7 +77,7 @@ class TableMachine(RuleBasedStateMachine):
             assert self.device.table_RP[row, : len(self.model[row])].tolist() == self.model[row]
         others = [row for row in range(ROWS + 1) if row not in touched]
         assert torch.equal(self.device.table_RP[others], before_RP[others])
-        again_3N = self.device.new_entries(cast(Rows, self.rows), np.asarray(touched, dtype=np.int64))
+        again_3N = self.device.new_entries(cast(InputBatch, self.rows), np.asarray(touched, dtype=np.int64))
         assert again_3N.shape == (3, 0), "what was sent is not sent again"
 
     @invariant()

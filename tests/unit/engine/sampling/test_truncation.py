@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gyre.engine.sampling.truncation import Cut, keep_by_bisection, keep_by_candidates, make_cut
+from gyre.engine.sampling.truncation import TruncationLimits, keep_by_bisection, keep_by_candidates, make_cut
 
 CPU = torch.device("cpu")
 LIMITS = st.tuples(
@@ -17,7 +17,7 @@ LIMITS = st.tuples(
 )
 
 
-def cut_of(limits: list[tuple[int, float, float]], vocab: int) -> Cut:
+def cut_of(limits: list[tuple[int, float, float]], vocab: int) -> TruncationLimits:
     top_k, top_p, min_p = zip(*limits, strict=True)
     return make_cut(np.asarray(top_k), np.asarray(top_p), np.asarray(min_p), vocab_size=vocab, device=CPU)
 
@@ -82,7 +82,7 @@ def test_a_row_does_not_see_the_rows_beside_it(seed, limits) -> None:
 def test_bisection_reads_nothing_on_the_host() -> None:
     """On the meta device there are no values: any look at one fails."""
     columns = [torch.empty((3, 1), dtype=dtype, device="meta") for dtype in (torch.int64, torch.float64, torch.float64)]
-    cut = Cut(top_k_M1=columns[0], top_p_M1=columns[1], min_p_M1=columns[2], candidates=256)
+    cut = TruncationLimits(top_k_M1=columns[0], top_p_M1=columns[1], min_p_M1=columns[2], candidates=256)
     assert keep_by_bisection(torch.empty((3, 900), device="meta"), cut).shape == (3, 900)
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from engine_device import PAGE_TOKENS, FakeDevice, make_cycle
 from gyre.core.records import Partial, Request, Sampling, TokenChunk
-from gyre.engine.scheduler.state import Roster
-from gyre.engine.scheduler.swap import Rates
+from gyre.engine.scheduler.state import SchedulerState
+from gyre.engine.scheduler.swap import SwapRates
 
 PROMPT, MOST, TOLD = 5, 7, 6  # tokens, tokens, alternatives that the device tells
 
@@ -37,7 +37,7 @@ class TellingDevice(FakeDevice):
 
 def run(requests: list[Request], breaks_at: int | None) -> list[TokenChunk]:
     device = TellingDevice(breaks_at)
-    roster = Roster(
+    roster = SchedulerState(
         max_running=4,
         num_pages=64,
         page_tokens=PAGE_TOKENS,
@@ -45,7 +45,7 @@ def run(requests: list[Request], breaks_at: int | None) -> list[TokenChunk]:
         emit=lambda kind, **fields: None,
         num_slots=0,
         window=None,
-        rates=Rates(page_bytes=1, swap_bytes_per_s=1.0, prefill_tokens_per_s=1.0),
+        rates=SwapRates(page_bytes=1, swap_bytes_per_s=1.0, prefill_tokens_per_s=1.0),
     )
     cycle = make_cycle(roster, device)
     for request in requests:

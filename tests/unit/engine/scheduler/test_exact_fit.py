@@ -8,8 +8,8 @@ import pytest
 from engine_device import PAGE_TOKENS, FakeDevice, make_cycle
 from gyre.core.records import Request, Sampling
 from gyre.engine.scheduler.scheduler import must_preempt, schedule
-from gyre.engine.scheduler.state import Roster
-from gyre.engine.scheduler.swap import Rates
+from gyre.engine.scheduler.state import SchedulerState
+from gyre.engine.scheduler.swap import SwapRates
 
 
 def make(name: str, prompt_tokens: int, max_tokens: int, n: int = 1) -> Request:
@@ -31,7 +31,7 @@ class Bench:
         num_slots: int = 0,
     ) -> None:
         self.events: list[tuple[str, dict]] = []
-        self.roster = Roster(
+        self.roster = SchedulerState(
             max_running=max_running,
             num_pages=num_pages,
             page_tokens=PAGE_TOKENS,
@@ -39,7 +39,7 @@ class Bench:
             emit=lambda kind, **fields: self.events.append((kind, fields)),
             num_slots=num_slots,
             window=None,
-            rates=Rates(page_bytes=1, swap_bytes_per_s=2.0, prefill_tokens_per_s=1.0),
+            rates=SwapRates(page_bytes=1, swap_bytes_per_s=2.0, prefill_tokens_per_s=1.0),
         )
         self.runner = FakeDevice(None)
         self.cycle = make_cycle(self.roster, self.runner, budget=budget)

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from gyre.core.records import Partial, Request, Sampling
-from gyre.engine.kv_cache.prompt_logprobs import Piece
+from gyre.engine.kv_cache.prompt_logprobs import PromptSlice
 from gyre.engine.scheduler.postprocess import advance, book, end_complete_partials, end_request
 from gyre.engine.scheduler.scheduler import schedule
 from gyre.engine.scheduler.sequence import Sequence, sequences_of
-from gyre.engine.scheduler.state import Roster
-from gyre.engine.scheduler.step import Sampled, Step
+from gyre.engine.scheduler.state import SchedulerState
+from gyre.engine.scheduler.step import SampledTokens, Step
 from gyre.engine.scheduler.swap import NO_SWAP
 
 PAGE_TOKENS, VERSION, PROMPT = 4, 7, 5
@@ -39,10 +39,12 @@ def given(*tokens: int) -> Partial:
     return Partial(index=0, tokens=ids, logprobs=zeros, raw_logprobs=zeros, versions=zeros.astype(np.int32))
 
 
-def sample(*tokens: int, **fields) -> Sampled:
+def sample(*tokens: int, **fields) -> SampledTokens:
     """Token t has the log-prob -t and the raw one -10 t."""
     tokens_N = np.asarray(tokens, np.int32)
-    made = Sampled(tokens=tokens_N, logprobs=-tokens_N.astype(np.float32), raw_logprobs=-10.0 * tokens_N, supports={})
+    made = SampledTokens(
+        tokens=tokens_N, logprobs=-tokens_N.astype(np.float32), raw_logprobs=-10.0 * tokens_N, supports={}
+    )
     return replace(made, **fields)
 
 
@@ -51,7 +53,7 @@ class Bench:
 
     def __init__(self, *requests: Request, **sizes) -> None:
         self.events: list[tuple[str, dict]] = []
-        self.roster = Roster(
+        self.roster = SchedulerState(
             **{
                 "max_running": 6,
                 "num_pages": 40,
@@ -74,7 +76,7 @@ class Bench:
         advance(self.roster, step)
         return step
 
-    def book(self, step: Step, sampled: Sampled, text_stop=never):
+    def book(self, step: Step, sampled: SampledTokens, text_stop=never):
         chunks = book(self.roster, step, sampled, text_stop=text_stop)
         self.roster.check()
         return chunks
@@ -209,10 +211,10 @@ def test_values_that_are_not_finite_end_a_completion_without_its_last_token(name
     assert told(bench.step(4)) == [("b", [1, 2, 5, 4], "stop")]
 
 
-def piece_for(sequence: Sequence, *logprobs: float) -> Piece:
+def piece_for(sequence: Sequence, *logprobs: float) -> PromptSlice:
     assert sequence.book is not None
     none = np.zeros((len(logprobs), 0), np.int32)
-    return Piece(book=sequence.book, first=1, logprobs=np.asarray(logprobs), top_ids=none, top_logprobs=none)
+    return PromptSlice(book=sequence.book, first=1, logprobs=np.asarray(logprobs), top_ids=none, top_logprobs=none)
 
 
 @pytest.mark.parametrize(("worst", "finish"), [(-4.0, None), (np.nan, "abort"), (-np.inf, "abort")])

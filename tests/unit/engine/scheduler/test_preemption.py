@@ -13,11 +13,11 @@ from gyre.engine.scheduler.postprocess import advance
 from gyre.engine.scheduler.preemption import mix_versions, num_pages_to_resume, preempt, void_swapped
 from gyre.engine.scheduler.scheduler import schedule
 from gyre.engine.scheduler.sequence import State
-from gyre.engine.scheduler.state import Roster
-from gyre.engine.scheduler.swap import Rates
+from gyre.engine.scheduler.state import SchedulerState
+from gyre.engine.scheduler.swap import SwapRates
 
 PAGE_BYTES = 10
-RATES = Rates(page_bytes=PAGE_BYTES, swap_bytes_per_s=100.0, prefill_tokens_per_s=2.0)
+RATES = SwapRates(page_bytes=PAGE_BYTES, swap_bytes_per_s=100.0, prefill_tokens_per_s=2.0)
 
 
 def make(name: str, prompt_tokens: int, max_tokens: int = 20) -> Request:
@@ -34,7 +34,7 @@ class Bench:
 
     def __init__(self, requests: list[Request], steps: int, *, prefix: bool = False, window=None, budget=64) -> None:
         self.events: list[tuple[str, dict]] = []
-        self.roster = Roster(
+        self.roster = SchedulerState(
             max_running=3,
             num_pages=20,
             page_tokens=PAGE_TOKENS,

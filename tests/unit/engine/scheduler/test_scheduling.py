@@ -15,8 +15,8 @@ from gyre.engine.kv_cache.page_allocator import Pages
 from gyre.engine.kv_cache.prefix_cache import extend_keys, root_key
 from gyre.engine.runners.batch_layout import BUCKET_SLACK, BUCKET_WASTE, plan_buckets
 from gyre.engine.scheduler.random import draw_key
-from gyre.engine.scheduler.state import Roster
-from gyre.engine.scheduler.swap import Rates, Slots, choose_preemption
+from gyre.engine.scheduler.state import SchedulerState
+from gyre.engine.scheduler.swap import HostSlots, SwapRates, choose_preemption
 
 
 def run_alone(
@@ -31,7 +31,7 @@ def run_alone(
     window: int | None = None,
 ):
     events: list[tuple[str, dict]] = []
-    roster = Roster(
+    roster = SchedulerState(
         max_running=max_running,
         num_pages=num_pages,
         page_tokens=PAGE_TOKENS,
@@ -39,7 +39,7 @@ def run_alone(
         emit=lambda kind, **fields: events.append((kind, fields)),
         num_slots=num_slots,
         window=window,
-        rates=Rates(page_bytes=1, swap_bytes_per_s=2.0, prefill_tokens_per_s=1.5),
+        rates=SwapRates(page_bytes=1, swap_bytes_per_s=2.0, prefill_tokens_per_s=1.5),
     )
     runner = FakeDevice(window)
     cycle = make_cycle(roster, runner, budget=budget, depth=depth)
@@ -178,13 +178,13 @@ def test_a_page_that_was_shared_again_is_evicted_later() -> None:
 
 
 def test_the_accounts_find_what_was_lost() -> None:
-    def lose_page(roster: Roster) -> None:
+    def lose_page(roster: SchedulerState) -> None:
         roster.pages.take(1)
 
-    def lose_slot(roster: Roster) -> None:
+    def lose_slot(roster: SchedulerState) -> None:
         roster.slots.take(1)
 
-    def lose_row(roster: Roster) -> None:
+    def lose_row(roster: SchedulerState) -> None:
         roster.rows.active_R[0] = True
 
     for lose in (lose_page, lose_slot, lose_row):
@@ -252,13 +252,13 @@ def test_a_full_host_pool_means_computing_again_and_the_event_says_so() -> None:
 
 
 def test_swap_or_recompute_is_the_cheaper_of_the_two() -> None:
-    rates = Rates(page_bytes=1000, swap_bytes_per_s=1e6, prefill_tokens_per_s=1e4)
-    long = choose_preemption(computed_tokens=160, num_pages=3, slots=Slots(9), rates=rates)
+    rates = SwapRates(page_bytes=1000, swap_bytes_per_s=1e6, prefill_tokens_per_s=1e4)
+    long = choose_preemption(computed_tokens=160, num_pages=3, slots=HostSlots(9), rates=rates)
     assert (long.way, long.swap_s, long.recompute_s) == ("swap", 0.006, 0.016)
     assert long.lost_tokens == 0 and long.size_bytes == 3000
-    short = choose_preemption(computed_tokens=40, num_pages=3, slots=Slots(9), rates=rates)
+    short = choose_preemption(computed_tokens=40, num_pages=3, slots=HostSlots(9), rates=rates)
     assert (short.way, short.lost_tokens) == ("recompute", 40) and "cheaper" in short.why
-    nowhere = choose_preemption(computed_tokens=160, num_pages=3, slots=Slots(0), rates=rates)
+    nowhere = choose_preemption(computed_tokens=160, num_pages=3, slots=HostSlots(0), rates=rates)
     assert nowhere.way == "recompute" and "no host pool" in nowhere.why
 
 

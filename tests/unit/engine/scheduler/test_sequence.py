@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from gyre.core.records import Partial, Request, Sampling
-from gyre.engine.kv_cache.prompt_logprobs import Piece
+from gyre.engine.kv_cache.prompt_logprobs import PromptSlice
 from gyre.engine.scheduler.sequence import (
-    Chosen,
+    GeneratedTokens,
     Sequence,
     State,
     make_chunk,
@@ -32,10 +32,10 @@ def begin(request: Request, **fields) -> list[Sequence]:
     return sequences_of(request, **{"arrival": 0, "eos_ids": (), **fields})
 
 
-def chose(count: int) -> Chosen:
+def chose(count: int) -> GeneratedTokens:
     """Tokens 0, 1, …; log-probs -0, -1, … and raw ones ten times that; versions 100, 101, …"""
     numbers = np.arange(count)
-    return Chosen(
+    return GeneratedTokens(
         tokens=numbers.astype(np.int32),
         logprobs=-numbers.astype(np.float32),
         raw_logprobs=-10 * numbers.astype(np.float32),
@@ -188,7 +188,9 @@ def enter(sequence: Sequence, targets: int) -> None:
     assert sequence.book is not None
     numbers = np.arange(1, 1 + targets, dtype=np.float32)
     ids = np.zeros((targets, 0), np.int32)
-    piece = Piece(book=sequence.book, first=1, logprobs=-numbers, top_ids=ids, top_logprobs=ids.astype(np.float32))
+    piece = PromptSlice(
+        book=sequence.book, first=1, logprobs=-numbers, top_ids=ids, top_logprobs=ids.astype(np.float32)
+    )
     sequence.book.enter(piece, 4)
 
 

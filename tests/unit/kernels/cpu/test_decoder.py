@@ -18,8 +18,8 @@ from gyre.engine.frontend.sampling_params import COLDEST
 from gyre.engine.kv_cache.pool import KvPool
 from gyre.engine.runners.cpu_step import CpuStep
 from gyre.engine.sampling.sampler import choose, make_rules
-from gyre.engine.scheduler.slots import Rows
-from gyre.engine.scheduler.step import Chunk, Step
+from gyre.engine.scheduler.slots import InputBatch
+from gyre.engine.scheduler.step import PrefillChunk, Step
 from gyre.models.decoder import Decoder
 from gyre.models.init import init_weights
 from gyre.models.spec import ModelSpec
@@ -43,7 +43,7 @@ SHAPES = {
 }
 
 
-def make_step(decode: np.ndarray, chunks: list[Chunk]) -> Step:
+def make_step(decode: np.ndarray, chunks: list[PrefillChunk]) -> Step:
     """Decoding rows, and chunks that each end their prompt."""
     rows_N = np.concatenate([decode, np.asarray([chunk.row for chunk in chunks], np.int64)])
     none = np.empty(0, np.int64)
@@ -70,7 +70,7 @@ class Case:
             page_tokens=page_tokens, head_dim=spec.head_dim, device=CPU, dtype=dtype,
         )  # fmt: skip
         self.pool.tensor.fill_(float("nan"))
-        self.rows = Rows(len(lengths), page_tokens)
+        self.rows = InputBatch(len(lengths), page_tokens)
         self.rows.tokens_RW = self.rng.integers(0, spec.vocab_size, (len(lengths), WIDTH)).astype(np.int32)
         shuffled = 1 + self.rng.permutation(pages_each * len(lengths)).astype(np.int32)
         self.rows.table_RP = shuffled.reshape(len(lengths), -1).copy()
@@ -80,7 +80,9 @@ class Case:
     def run(self, pieces: list[tuple[int, int]]) -> Tensor:
         """Compute (row, count) pieces in one step; return the logits after each piece's last token."""
         decode = np.asarray([row for row, count in pieces if count == 0], np.int64)  # 0 marks a decoding row
-        chunks = [Chunk(row=row, start=int(self.rows.computed_R[row]), count=count) for row, count in pieces if count]
+        chunks = [
+            PrefillChunk(row=row, start=int(self.rows.computed_R[row]), count=count) for row, count in pieces if count
+        ]
         step = make_step(decode, chunks)
         self.step._scratch.fill_(255)  # NaN in either dtype
         self.step._logits.fill_(float("nan"))

@@ -14,7 +14,7 @@ from gyre.cluster.health.watchdog import Patience
 from gyre.cluster.worker.server import WorkerFault
 from gyre.core.errors import ConfigError, RankError, WorkerLate, WorkerLost
 from gyre.launch.placement import ray_placement
-from gyre.launch.placement.ray_placement import Spread
+from gyre.launch.placement.ray_placement import RayPlacement
 
 
 @pytest.mark.parametrize(
@@ -75,9 +75,9 @@ def test_a_worker_that_hangs_while_snapshots_are_looked_through_is_a_lost_rank()
         _settings=SimpleNamespace(call_deadline_s=0.5, hang_s=60.0),
         _patience=Patience(key="snapshot.deadline_s", seconds=0.5),
     )
-    spread._make_group = lambda: Spread._make_group(spread)
+    spread._make_group = lambda: RayPlacement._make_group(spread)
     with pytest.raises(RankError, match="looking through step-00000003 hangs: no progress on worker-0") as hung:
-        asyncio.run(Spread.look_through(spread, Path("step-00000003")))
+        asyncio.run(RayPlacement.look_through(spread, Path("step-00000003")))
     assert "snapshot.deadline_s = 0.5" in hung.value.hint
 
 
@@ -114,7 +114,7 @@ def test_an_engine_that_cannot_begin_its_stage_does_not_keep_its_device(monkeypa
         _emit=lambda kind, **fields: None,
     )
     with pytest.raises(WorkerFault, match="out of memory"):
-        asyncio.run(Spread._start_engine(spread, "engine-0"))
+        asyncio.run(RayPlacement._start_engine(spread, "engine-0"))
     assert stopped == [handle]
 
 
@@ -130,4 +130,4 @@ def test_the_longer_of_two_limits_is_in_force_with_its_name(calls_s, snapshots_s
         _settings=SimpleNamespace(call_deadline_s=calls_s),
         _config=SimpleNamespace(snapshot=SimpleNamespace(deadline_s=snapshots_s)),
     )
-    assert Spread._patience.fget(spread) == Patience(key=key, seconds=max(calls_s, snapshots_s))  # type: ignore[attr-defined]
+    assert RayPlacement._patience.fget(spread) == Patience(key=key, seconds=max(calls_s, snapshots_s))  # type: ignore[attr-defined]

@@ -9,8 +9,8 @@ import pytest
 
 from gyre.planner.memory_model.peaks import (
     Engine,
-    Job,
-    Moment,
+    PeakInstant,
+    TrainingJob,
     device_bytes_of,
     disk_bytes_of,
     host_bytes_of,
@@ -19,7 +19,7 @@ from gyre.planner.memory_model.peaks import (
     train_moments,
 )
 from gyre.planner.memory_model.states import Layout
-from gyre.planner.search.candidates import Cluster
+from gyre.planner.search.candidates import GpuCluster
 from gyre.planner.search.speed import StepTime, chunks_per_update, forward_flops, sent_bytes, step_time
 from unit.planner.memory_model.test_exact_bytes import FLAT, ONE, TOY, UNTIED, P, make_layout
 from unit.planner.search.test_exact_search import ENGINE, make_gpu, make_job
@@ -35,7 +35,7 @@ SHARDS = {"actor.params": 4 * SHARD, "actor.grads": 4 * SHARD, "actor.optimizer"
 WHOLE = {"actor.params": 2 * P, "actor.grads": 4 * P, "actor.optimizer": 8 * P, "actor.master": 4 * P}
 
 
-def parts_of(job: Job, layout: Layout, beside: dict[str, int] | None = None) -> dict[str, dict[str, int]]:
+def parts_of(job: TrainingJob, layout: Layout, beside: dict[str, int] | None = None) -> dict[str, dict[str, int]]:
     return {moment.name: dict(moment.parts) for moment in train_moments(job, layout, beside)}
 
 
@@ -148,7 +148,7 @@ FIXED = {"engine.graphs": 700, "engine.buffers": 90}
 FORWARD = 10 * 696 + 4 * 10 * 100
 
 
-def phases_of(job: Job, layout: Layout, residency: Any, running: int = 8) -> dict[str, dict[str, int]]:
+def phases_of(job: TrainingJob, layout: Layout, residency: Any, running: int = 8) -> dict[str, dict[str, int]]:
     return {moment.name: dict(moment.parts) for moment in phase_moments(job, layout, residency, running)}
 
 
@@ -245,11 +245,11 @@ def test_host_memory_of_phases_that_take_turns() -> None:
 def test_device_memory_that_a_moment_needs() -> None:
     """What comes and goes leaves a tenth in fragments; 608 MiB are outside, and another GiB among several GPUs."""
     whole = {"actor.a": 1000, "critic.a": 200, "engine.a": 30, "reference": 4, "reward": 5}
-    moment = Moment(name="loss", parts=whole | {"kept activations": 105})
+    moment = PeakInstant(name="loss", parts=whole | {"kept activations": 105})
     assert moment.allocated_bytes == 1239 + 105
     assert device_bytes_of(moment, ONE) == 1239 + 115 + 608 * MIB
     assert device_bytes_of(moment, FLAT) == device_bytes_of(moment, TWO) == 1239 + 115 + 1632 * MIB
-    assert Cluster(gpus=1, gpu=make_gpu(1000)).device_budget_bytes == 920
+    assert GpuCluster(gpus=1, gpu=make_gpu(1000)).device_budget_bytes == 920
 
 
 # Seconds. GPUs of 5·10¹³ FLOP/s in training, 10¹² B/s of memory, 10¹⁰ B/s to the host, four in a host, which share.
@@ -482,7 +482,7 @@ def test_seconds_of_switching() -> None:
     job = replace(JOB, engine=ENGINE, reference=True)
     moved = (8 + 4 + 2) * P
 
-    def switch(job: Job, residency: Any, layout: Layout = FLAT) -> float:
+    def switch(job: TrainingJob, residency: Any, layout: Layout = FLAT) -> float:
         return step_time(job, layout, make_gpu(), residency).switch_s
 
     rate = make_gpu().host_copy_bytes_per_s(8)

@@ -15,7 +15,7 @@ from gyre.distributed.process_group import alone
 from gyre.planner.memory_model.components import predict_components
 from gyre.planner.memory_model.peaks import (
     Engine,
-    Moment,
+    PeakInstant,
     device_bytes_of,
     disk_bytes_of,
     host_bytes_of,
@@ -186,7 +186,7 @@ def test_phases_hold_only_what_they_need_when_they_take_turns(zero) -> None:
     job = make_job(longest=4096, engine=ENGINE, reference=True)
     layout = make_layout(zero=zero, shard_ranks=8 if zero else 1, tokens_per_chunk=4096)
 
-    def by_name(residency) -> dict[str, Moment]:
+    def by_name(residency) -> dict[str, PeakInstant]:
         return {moment.name: moment for moment in phase_moments(job, layout, residency, ENGINE.running)}
 
     stay, turn = by_name("resident"), by_name("phase")
@@ -211,7 +211,7 @@ def test_a_moving_average_lies_in_float32_beside_the_reference() -> None:
         average = replace(plain, reference_average=True)
         more = 4 * plain.model.num_parameters // (split if zero == 3 else 1)
 
-        def peak_of(job, layout=layout) -> Moment:
+        def peak_of(job, layout=layout) -> PeakInstant:
             return phase_moments(job, layout, "resident", ENGINE.running)[1]
 
         assert peak_of(average).parts["reference"] - peak_of(plain).parts["reference"] == more

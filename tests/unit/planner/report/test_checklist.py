@@ -9,13 +9,13 @@ import pytest
 from pydantic import BaseModel
 
 from gyre.core.errors import ConfigError, MemoryBudgetError
-from gyre.launch.plan_command import Request, plan_shape
+from gyre.launch.plan_command import PlanRequest, plan_shape
 from gyre.planner.gpus import find_gpu
 from gyre.planner.memory_model.peaks import Engine
 from gyre.planner.model_zoo import find_shape, model_numbers
 from gyre.planner.report.checklist import Line, Settings, inference_lines, training_lines
 from gyre.planner.report.features import FEATURES, built_features
-from gyre.planner.search.candidates import Cluster, Fixed
+from gyre.planner.search.candidates import Fixed, GpuCluster
 from gyre.planner.search.search import choose
 from gyre.runconfig import RunConfig
 from planner_cases import make_job
@@ -55,7 +55,7 @@ SETTINGS = Settings(
 
 
 def lines(gpus: int = 8, gpu: str = "h200", settings: Settings = SETTINGS, fixed: Fixed | None = None, **job):
-    choice = choose(make_job(**{"longest": 4096, **job}), Cluster(gpus=gpus, gpu=find_gpu(gpu)), fixed)
+    choice = choose(make_job(**{"longest": 4096, **job}), GpuCluster(gpus=gpus, gpu=find_gpu(gpu)), fixed)
     training, inference = training_lines(choice, settings), inference_lines(choice, settings)
     assert [line.name for line in training] == TRAINING
     assert [line.name for line in inference] == INFERENCE
@@ -104,7 +104,7 @@ def test_8_bit_products_are_planned_for() -> None:
     """Faster, half the bytes of gathered layers; temporaries are counted; GPUs without them are refused."""
     layout = {"fixed": Fixed(zero=3, checkpointing="none")}
     same, fp8 = (
-        choose(make_job(longest=8192, matmul=matmul), Cluster(gpus=8, gpu=find_gpu("h200")), **layout).best
+        choose(make_job(longest=8192, matmul=matmul), GpuCluster(gpus=8, gpu=find_gpu("h200")), **layout).best
         for matmul in ("same", "fp8")
     )
     assert fp8.time.compute_s < 0.85 * same.time.compute_s and fp8.time.traffic_s < 0.9 * same.time.traffic_s
@@ -118,7 +118,7 @@ def test_8_bit_products_are_planned_for() -> None:
 
 def test_what_auto_means_for_a_gpu() -> None:
     for gpu, dtype in (("h200", "bfloat16"), ("v100-32g", "float16"), ("t4", "float16")):
-        found = plan_shape(Request(gpus=8, gpu=gpu, shape="qwen3-0.6b", sequence_tokens=1024))
+        found = plan_shape(PlanRequest(gpus=8, gpu=gpu, shape="qwen3-0.6b", sequence_tokens=1024))
         assert ("FP16 compute" in found["text"]) == (dtype == "float16")
 
 
@@ -157,7 +157,7 @@ def test_the_memory_line_says_what_8_bit_moments_do() -> None:
 
 def test_8_bit_moments_make_room() -> None:
     """A model that needs offloading on one GPU fits without."""
-    here, fixed = Cluster(gpus=1, gpu=find_gpu("h200")), Fixed(offload_optimizer="none")
+    here, fixed = GpuCluster(gpus=1, gpu=find_gpu("h200")), Fixed(offload_optimizer="none")
     with pytest.raises(MemoryBudgetError):
         choose(make_job("qwen3-8b"), here, fixed)
     best = choose(make_job("qwen3-8b", moments="8_bit"), here, fixed).best
@@ -227,18 +227,18 @@ def test_features_are_read_from_the_config_as_it_is() -> None:
 
 
 def test_a_shape_alone_can_be_planned_for() -> None:
-    found = plan_shape(Request(gpus=8, gpu="h200", shape="qwen3-8b"))
+    found = plan_shape(PlanRequest(gpus=8, gpu="h200", shape="qwen3-8b"))
     best = found["stages"]["qwen3-8b"]["best"]
     assert best["short_device_bytes"] == 0 and found["model"]["num_parameters"] == 8_190_735_360
     assert best["device_bytes"] <= found["stages"]["qwen3-8b"]["device_budget_bytes"]
     for line in TRAINING + INFERENCE:
         assert line in found["text"]
     with pytest.raises(MemoryBudgetError, match="bytes too little"):
-        plan_shape(Request(gpus=1, gpu="l4", shape="qwen3-8b"))
+        plan_shape(PlanRequest(gpus=1, gpu="l4", shape="qwen3-8b"))
     for request in (
-        Request(gpus=8, gpu="h200"),
-        Request(gpus=8, gpu="h200", shape="qwen3-8b", sequence_tokens=10**6),
-        Request(gpus=0, gpu="h200", shape="qwen3-8b"),
+        PlanRequest(gpus=8, gpu="h200"),
+        PlanRequest(gpus=8, gpu="h200", shape="qwen3-8b", sequence_tokens=10**6),
+        PlanRequest(gpus=0, gpu="h200", shape="qwen3-8b"),
     ):
         with pytest.raises(ConfigError):
             plan_shape(request)

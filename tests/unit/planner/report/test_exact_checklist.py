@@ -11,8 +11,8 @@ from pydantic import BaseModel
 from gyre.memory.errors import words
 from gyre.planner.report.checklist import Line, Settings, inference_lines, strategy_for, training_lines, tree_for
 from gyre.planner.report.features import FEATURES, built_features
-from gyre.planner.search.candidates import Cluster, Fixed
-from gyre.planner.search.search import Choice, choose
+from gyre.planner.search.candidates import Fixed, GpuCluster
+from gyre.planner.search.search import SearchResult, choose
 from unit.planner.memory_model.test_exact_bytes import CODED, TOY, WIDE, P
 from unit.planner.search.test_exact_search import ENGINE, PLAIN, make_gpu, make_job
 
@@ -23,20 +23,20 @@ SETTINGS = Settings(
 GPU_BYTES = 4 << 30
 
 
-def chosen(gpus: int = 2, fixed: dict[str, Any] | None = None, gpu: Any = None, **job: Any) -> Choice:
-    there = Cluster(gpus=gpus, gpu=gpu or make_gpu(GPU_BYTES))
+def chosen(gpus: int = 2, fixed: dict[str, Any] | None = None, gpu: Any = None, **job: Any) -> SearchResult:
+    there = GpuCluster(gpus=gpus, gpu=gpu or make_gpu(GPU_BYTES))
     given: dict[str, Any] = {**PLAIN, "offload_gradients": False, **(fixed or {})}
     return choose(make_job(**job), there, Fixed(**given))
 
 
-def lines(choice: Choice, *lacking: str, **changes: Any) -> dict[str, tuple[str, str]]:
+def lines(choice: SearchResult, *lacking: str, **changes: Any) -> dict[str, tuple[str, str]]:
     features = {name: name not in lacking for name in FEATURES}
     settings = replace(SETTINGS, features=features, **changes)
     found: tuple[Line, ...] = (*training_lines(choice, settings), *inference_lines(choice, settings))
     return {line.name: (line.state, line.reason) for line in found}
 
 
-def line(name: str, choice: Choice, *lacking: str, **changes: Any) -> tuple[str, str]:
+def line(name: str, choice: SearchResult, *lacking: str, **changes: Any) -> tuple[str, str]:
     return lines(choice, *lacking, **changes)[name]
 
 
@@ -108,7 +108,7 @@ def test_what_8_bit_moments_would_save() -> None:
 
 
 def test_what_is_offloaded_and_why() -> None:
-    def told(choice: Choice) -> str:
+    def told(choice: SearchResult) -> str:
         return line("Memory optimization", choice)[1].rpartition("; offload on ")[2]
 
     pinned = f"{words(12 * P)} of pinned host memory"

@@ -14,10 +14,10 @@ from gyre.core.errors import ConfigError, MemoryBudgetError
 from gyre.memory.errors import words
 from gyre.planner.gpus import GPUS, Gpu
 from gyre.planner.lighter import lighter
-from gyre.planner.memory_model.peaks import Engine, Job, device_bytes_of, host_bytes_of, phase_moments
+from gyre.planner.memory_model.peaks import Engine, TrainingJob, device_bytes_of, host_bytes_of, phase_moments
 from gyre.planner.memory_model.states import Layout
 from gyre.planner.plan import PlanInputs, Shards
-from gyre.planner.search.candidates import Candidate, Cluster, Fixed, judge, layouts
+from gyre.planner.search.candidates import Candidate, Fixed, GpuCluster, judge, layouts
 from gyre.planner.search.nearest import refusal_of
 from gyre.planner.search.search import _nearest_of_each_kind, choose
 from gyre.planner.ways import Way, join_ways, ways_out
@@ -28,13 +28,13 @@ PLENTY = 1 << 40
 ENGINE = Engine(running=8, longest=10, kv_bytes_per_token=1000, working_bytes=5000, graph_bytes=700, buffer_bytes=90)
 
 
-def make_job(**changes: Any) -> Job:
+def make_job(**changes: Any) -> TrainingJob:
     """Sequences of 10 tokens, 40 in an update: on two GPUs chunks of 10 and 20."""
     base: dict[str, Any] = {
         "model": TOY, "dtype": "bfloat16", "saving": "triton", "longest": 10, "mean_tokens": 10,
         "tokens_per_update": 40, "most_tokens_per_update": 40,
     }  # fmt: skip
-    return Job(**{**base, **changes})
+    return TrainingJob(**{**base, **changes})
 
 
 def make_gpu(device_bytes: int = PLENTY, **changes: Any) -> Gpu:
@@ -46,16 +46,16 @@ def make_gpu(device_bytes: int = PLENTY, **changes: Any) -> Gpu:
     return Gpu(**{**base, **changes})
 
 
-def budgeted(budget_bytes: int, gpus: int = 2, **changes: Any) -> Cluster:
+def budgeted(budget_bytes: int, gpus: int = 2, **changes: Any) -> GpuCluster:
     """GPUs that have just so much to give."""
     sold = int(budget_bytes / 0.92)
     sold += next(more for more in range(-2, 4) if int(0.92 * (sold + more)) == budget_bytes)
-    found = Cluster(gpus=gpus, gpu=make_gpu(sold), **changes)
+    found = GpuCluster(gpus=gpus, gpu=make_gpu(sold), **changes)
     assert found.device_budget_bytes == budget_bytes
     return found
 
 
-def need(job: Job, layout: Layout, residency: Any = "resident", running: int = 0) -> int:
+def need(job: TrainingJob, layout: Layout, residency: Any = "resident", running: int = 0) -> int:
     return max(device_bytes_of(moment, layout) for moment in phase_moments(job, layout, residency, running))
 
 
@@ -65,10 +65,10 @@ def need(job: Job, layout: Layout, residency: Any = "resident", running: int = 0
 def test_budgets_of_a_cluster() -> None:
     """92 % of a device; 60 % of a host, which the GPUs in it share."""
     gpu = make_gpu(1000, host_bytes=500)
-    assert Cluster(gpus=2, gpu=gpu).device_budget_bytes == 920
-    hosts = {gpus: Cluster(gpus=gpus, gpu=gpu) for gpus in (2, 8)}
+    assert GpuCluster(gpus=2, gpu=gpu).device_budget_bytes == 920
+    hosts = {gpus: GpuCluster(gpus=gpus, gpu=gpu) for gpus in (2, 8)}
     assert {gpus: (one.per_host, one.host_budget_bytes) for gpus, one in hosts.items()} == {2: (2, 300), 8: (4, 300)}
-    given = {gpus: Cluster(gpus=gpus, gpu=gpu, host_bytes=700).host_budget_bytes for gpus in (2, 8)}
+    given = {gpus: GpuCluster(gpus=gpus, gpu=gpu, host_bytes=700).host_budget_bytes for gpus in (2, 8)}
     assert given == {2: 210, 8: 105}
 
 
@@ -78,13 +78,13 @@ def test_what_was_given_includes_noughts() -> None:
 
 
 def test_a_candidate_fits_where_device_and_host_do() -> None:
-    one = judge(make_job(), Cluster(gpus=1, gpu=make_gpu()), replace(make_layout(), gpus=1, zero=0, shard_ranks=1))
+    one = judge(make_job(), GpuCluster(gpus=1, gpu=make_gpu()), replace(make_layout(), gpus=1, zero=0, shard_ranks=1))
     short = [replace(one, short_device_bytes=a, short_host_bytes=b).fits for a, b in ((0, 0), (1, 0), (0, 1), (1, 1))]
     assert short == [True, False, False, False]
 
 
-def tried(gpus: int, job: Job | None = None, **fixed: Any) -> list[Layout]:
-    there = Cluster(gpus=gpus, gpu=make_gpu(gpus_per_host=8))
+def tried(gpus: int, job: TrainingJob | None = None, **fixed: Any) -> list[Layout]:
+    there = GpuCluster(gpus=gpus, gpu=make_gpu(gpus_per_host=8))
     return list(layouts(job or make_job(), there, Fixed(**fixed)))
 
 
@@ -153,10 +153,13 @@ def test_a_layout_that_fits_to_the_byte_stays_resident() -> None:
     away = replace(layout, offload_optimizer="host")
     pinned = host_bytes_of(job, away, "resident")
     for host, short in ((2 * pinned, 0), (pinned, pinned - int(0.6 * pinned / 2))):
-        found = judge(job, Cluster(gpus=2, gpu=make_gpu(), host_bytes=-(-host * 10 // 6) if not short else host), away)
+        found = judge(
+            job, GpuCluster(gpus=2, gpu=make_gpu(), host_bytes=-(-host * 10 // 6) if not short else host), away
+        )
         assert (found.host_bytes, found.short_host_bytes) == (pinned, short)
     assert (
-        judge(job, Cluster(gpus=2, gpu=make_gpu()), replace(layout, offload_optimizer="disk")).disk_bytes == 12 * 16_948
+        judge(job, GpuCluster(gpus=2, gpu=make_gpu()), replace(layout, offload_optimizer="disk")).disk_bytes
+        == 12 * 16_948
     )
 
 
@@ -207,7 +210,7 @@ def order_of(one: Candidate) -> tuple[float, int]:
 
 
 def test_the_next_best_are_four_of_other_kinds() -> None:
-    job, there = make_job(), Cluster(gpus=2, gpu=make_gpu())
+    job, there = make_job(), GpuCluster(gpus=2, gpu=make_gpu())
     choice = choose(job, there)
     judged = sorted((judge(job, there, layout) for layout in layouts(job, there, Fixed())), key=order_of)
     assert choice.best == judged[0] and choice.discarded == ()
@@ -220,7 +223,7 @@ def test_the_next_best_are_four_of_other_kinds() -> None:
 def test_what_was_faster_and_does_not_fit_is_told_six_at_most() -> None:
     """Of those that differ in splits and chunks alone the one that is nearest; in order of their time."""
     job = make_job(longest=4096, mean_tokens=4096, tokens_per_update=16_384, most_tokens_per_update=16_384)
-    plenty = Cluster(gpus=2, gpu=make_gpu())
+    plenty = GpuCluster(gpus=2, gpu=make_gpu())
     on_disk = [judge(job, plenty, layout) for layout in layouts(job, plenty, Fixed(offload_optimizer="disk"))]
     least = min(on_disk, key=lambda one: (one.device_bytes, one.host_bytes))
     there = budgeted(least.device_bytes, host_bytes=int(least.host_bytes / 0.3) + 4)
@@ -274,7 +277,7 @@ def test_what_is_just_as_fast_and_does_not_fit_is_not_passed_over() -> None:
 )
 def test_settings_that_no_layout_has(gpus: int, fixed: dict[str, Any], refused: str) -> None:
     given: dict[str, Any] = {"checkpointing": "none", "offload_optimizer": "none", "tokens_per_chunk": 10, **fixed}
-    there = Cluster(gpus=gpus, gpu=make_gpu(gpus_per_host=8))
+    there = GpuCluster(gpus=gpus, gpu=make_gpu(gpus_per_host=8))
     if not refused:
         assert choose(make_job(), there, Fixed(**given)).best.fits
         return
@@ -286,7 +289,7 @@ def test_settings_that_no_layout_has(gpus: int, fixed: dict[str, Any], refused: 
 # What a refusal says.
 
 
-def refusal(job: Job, there: Cluster, **fixed: Any) -> MemoryBudgetError:
+def refusal(job: TrainingJob, there: GpuCluster, **fixed: Any) -> MemoryBudgetError:
     with pytest.raises(MemoryBudgetError) as caught:
         choose(job, there, Fixed(**fixed))
     return caught.value
@@ -362,25 +365,25 @@ def test_more_gpus_share_hosts_that_have_as_much_each() -> None:
     fixed: dict[str, Any] = PLAIN | {"zero": 0, "offload_optimizer": "host"}
     pinned = host_bytes_of(job, make_layout(gpus=1, zero=0, shard_ranks=1, offload_optimizer="host"), "resident")
     few = int(pinned / 0.6)
-    assert refusal(job, Cluster(gpus=2, gpu=make_gpu(), host_bytes=few), **fixed).hint.count("GPUs (") == 0
+    assert refusal(job, GpuCluster(gpus=2, gpu=make_gpu(), host_bytes=few), **fixed).hint.count("GPUs (") == 0
     by_ranks: dict[str, Any] = PLAIN | {"zero": 1, "offload_optimizer": "host"}
-    half = refusal(job, Cluster(gpus=2, gpu=make_gpu(), host_bytes=few // 2), **by_ranks).hint
+    half = refusal(job, GpuCluster(gpus=2, gpu=make_gpu(), host_bytes=few // 2), **by_ranks).hint
     assert "4 GPUs (ZeRO-1" in half, "a host of four shares as much as two had, each"
-    vast = refusal(job, Cluster(gpus=8, gpu=make_gpu(), host_bytes=few // 4), **by_ranks).hint
+    vast = refusal(job, GpuCluster(gpus=8, gpu=make_gpu(), host_bytes=few // 4), **by_ranks).hint
     assert "16 GPUs (ZeRO-1" in vast, "further hosts bring their own"
 
 
 def test_a_refusal_proposes_the_smallest_of_the_larger_gpus() -> None:
     job = make_job()
-    same = Cluster(gpus=1, gpu=replace(GPUS["l4"], device_bytes=GPUS["l4"].device_bytes, name="small"))
+    same = GpuCluster(gpus=1, gpu=replace(GPUS["l4"], device_bytes=GPUS["l4"].device_bytes, name="small"))
     large = replace(job.model, num_parameters=int(0.92 * 30 * 2**30 / 18))  # 18 bytes each: 27.6 GiB
     hint = refusal(replace(job, model=large), same, **PLAIN).hint
     assert "1 × v100-32g (one GPU" in hint and "l4" not in hint
     host = make_job(model=replace(TOY, num_parameters=10**10))  # 12 bytes each are more than 60 % of 128 GiB
     offloaded = PLAIN | {"offload_optimizer": "host"}
-    hint = refusal(host, Cluster(gpus=1, gpu=GPUS["h100-pcie"]), **offloaded).hint
+    hint = refusal(host, GpuCluster(gpus=1, gpu=GPUS["h100-pcie"]), **offloaded).hint
     assert "1 × h200 (one GPU" in hint and "h100" not in hint, "one that is as large is not larger"
-    tiny = Cluster(gpus=1, gpu=replace(GPUS["l4"], device_bytes=MIB, name="small"))
+    tiny = GpuCluster(gpus=1, gpu=replace(GPUS["l4"], device_bytes=MIB, name="small"))
     assert "1 × t4 (one GPU" in refusal(job, tiny, **PLAIN).hint
 
 
@@ -390,7 +393,7 @@ def test_a_refusal_says_how_long_sequences_may_be_in_steps_of_256() -> None:
     fixed: dict[str, Any] = PLAIN | {"tokens_per_chunk": None}
     one = make_layout(gpus=1, zero=0, shard_ranks=1)
 
-    def at(tokens: int, job: Job = job) -> int:
+    def at(tokens: int, job: TrainingJob = job) -> int:
         engine = replace(job.engine, longest=tokens) if job.engine is not None else None
         shorter = replace(job, longest=tokens, engine=engine)
         layout = replace(one, tokens_per_chunk=tokens)
@@ -408,7 +411,7 @@ def test_a_refusal_says_how_long_sequences_may_be_in_steps_of_256() -> None:
 
 
 def test_no_way_out_is_said_plainly() -> None:
-    there = Cluster(gpus=4096, gpu=replace(make_gpu(), device_bytes=1 << 50))
+    there = GpuCluster(gpus=4096, gpu=replace(make_gpu(), device_bytes=1 << 50))
     job = make_job(model=replace(TOY, num_parameters=10**15))
     assert refusal(job, there, **PLAIN | {"checkpointing": None}).hint.startswith("no number of these GPUs")
 

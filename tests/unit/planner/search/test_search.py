@@ -16,7 +16,7 @@ from gyre.planner.memory_model.peaks import Engine, host_bytes_of
 from gyre.planner.model_zoo import SHAPES, find_shape
 from gyre.planner.report.checklist import strategy_for, tree_for
 from gyre.planner.report.describe import as_mapping, describe, reasons
-from gyre.planner.search.candidates import Cluster, Fixed, judge, layouts
+from gyre.planner.search.candidates import Fixed, GpuCluster, judge, layouts
 from gyre.planner.search.search import choose
 from gyre.planner.search.speed import chunks_per_update, sent_bytes, step_time
 from gyre.planner.search.speed import forward_flops as speed_flops
@@ -25,8 +25,8 @@ from planner_cases import make_job
 GIB = 1 << 30
 
 
-def cluster(gpus: int, gpu: str = "h200", **changes) -> Cluster:
-    return Cluster(gpus=gpus, gpu=find_gpu(gpu), **changes)
+def cluster(gpus: int, gpu: str = "h200", **changes) -> GpuCluster:
+    return GpuCluster(gpus=gpus, gpu=find_gpu(gpu), **changes)
 
 
 JOBS = given(
@@ -85,7 +85,7 @@ def best_is_the_fastest(shape, gpus, gpu, longest, host, fixed, rollout) -> None
     assert as_mapping(choice, (), ())["best"]["layout"]["zero"] == best.layout.zero
 
 
-def refuse(job, there: Cluster, fixed: Fixed | None = None) -> MemoryBudgetError:
+def refuse(job, there: GpuCluster, fixed: Fixed | None = None) -> MemoryBudgetError:
     with pytest.raises(MemoryBudgetError) as refusal:
         choose(job, there, fixed)
     return refusal.value

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gyre.rewards.code.code import UnreadableTests, read_tests, run_tests
-from gyre.rewards.code.values import Meter, Set, TooMuch, decode, order, same, shown, wrap
+from gyre.rewards.code.values import Set, TooMuch, WorkBudget, decode, order, same, shown, wrap
 from gyre.rewards.config import CodePart, RewardsConfig
 from gyre.rewards.sandbox.executors import Cell, choose_mode
 from gyre.rewards.sandbox.records import Limits
@@ -210,12 +210,12 @@ def test_values_that_fill_the_output_get_a_start_each(cell):
 
 def test_a_meter_bounds_the_work_for_one_completion():
     with pytest.raises(TooMuch):
-        decode(["list", *range(1000)], Meter(left=1000))
+        decode(["list", *range(1000)], WorkBudget(left=1000))
     with pytest.raises(TooMuch, match="nested"):
         value = 1
         for _ in range(500):
             value = ["list", value]
-        decode(value, Meter())
+        decode(value, WorkBudget())
     for junk in (
         {"a": 1},
         ["list", {"a": 1}],
@@ -228,7 +228,7 @@ def test_a_meter_bounds_the_work_for_one_completion():
         ["complex", "x", 1],
     ):
         with pytest.raises(ValueError, match=r".*"):
-            decode(junk, Meter())
+            decode(junk, WorkBudget())
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_a_near_decimal_is_equal_to_decimals_alone(cell, value, label, holds):
 def test_sets_are_compared_without_a_hash():
     """Lists have no hash, so a comparison that hashed would raise; a colliding set costs what any other does."""
     assert same(Set([[2], [1]]), Set([[1], [2]])) and not same(Set([[2], [2]]), Set([[2], [2]]))
-    colliding = decode(["set", *range(0, (2**61 - 1) * 38_000, 2**61 - 1)], Meter())
+    colliding = decode(["set", *range(0, (2**61 - 1) * 38_000, 2**61 - 1)], WorkBudget())
     assert not same(colliding, wrap({1, 2})) and not same(colliding, Set([*colliding.elements[1:], 5]))
     assert same(colliding, Set(colliding.elements[::-1])) and "…" in shown(colliding)
 
@@ -289,7 +289,7 @@ def _plain():
     space: dict = {}
     text = importlib.resources.files("gyre.rewards.code").joinpath("harness.py").read_text()
     exec(text.rpartition("main()")[0], space)
-    return lambda value: decode(json.loads(json.dumps(space["plain"](value, [10**6, 10**6]))), Meter())
+    return lambda value: decode(json.loads(json.dumps(space["plain"](value, [10**6, 10**6]))), WorkBudget())
 
 
 @given(values, values)

@@ -16,7 +16,7 @@ import pytest
 
 import gyre
 from gyre.rewards.sandbox import syscalls
-from gyre.rewards.sandbox.executors import Cell, Unavailable
+from gyre.rewards.sandbox.executors import Cell, IsolationUnavailable
 from gyre.rewards.sandbox.records import Limits, Program
 
 LIMITS = Limits(wall_s=10.0, cpu_s=5.0, processes=8)
@@ -27,7 +27,7 @@ def cell():
     cell = Cell("strong")
     try:
         cell.start()
-    except Unavailable as error:
+    except IsolationUnavailable as error:
         pytest.skip(f"no strong sandbox on this machine: {error}")
     yield cell
     cell.close()
@@ -180,7 +180,7 @@ def _started(mode: str) -> Cell:
     cell = Cell(mode)  # type: ignore[arg-type]
     try:
         cell.start()
-    except Unavailable as error:
+    except IsolationUnavailable as error:
         pytest.skip(f"no {mode} sandbox on this machine: {error}")
     return cell
 
@@ -254,7 +254,7 @@ def test_a_parent_with_many_files_leaks_none():
     try:
         cell.start()
         assert _output(cell, "import os; print(sorted(os.listdir('/proc/self/fd')))") == "['0', '1', '2', '3']\n"
-    except Unavailable as error:
+    except IsolationUnavailable as error:
         pytest.skip(f"no strong sandbox on this machine: {error}")
     finally:
         cell.close()
@@ -298,7 +298,7 @@ def test_works_as_an_ordinary_user():
     if os.geteuid() != 0 or not python or not shutil.which("setpriv"):
         pytest.skip("needs root, to become somebody else, and a Python that everybody may read")
     script = """
-from gyre.rewards.sandbox.executors import Cell, Unavailable
+from gyre.rewards.sandbox.executors import Cell, IsolationUnavailable
 from gyre.rewards.sandbox.records import Limits, Program
 cell = Cell("strong")
 try:
@@ -306,7 +306,7 @@ try:
     result = cell.run(Program(source="import os; print(os.getuid(), os.listdir('.'))"), limits=Limits())
     print(result.outcome, result.stdout.strip(), result.detail)
     cell.close()
-except Unavailable as error:
+except IsolationUnavailable as error:
     print("unavailable", error)
 """
     source = Path(gyre.__file__).parents[1]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gyre.trainer.batching.packing import Atom, make_atoms, pack, split_updates
+from gyre.trainer.batching.packing import PackItem, make_atoms, pack, split_updates
 
 lengths = st.lists(st.integers(1, 40), max_size=60)
 
@@ -56,7 +56,7 @@ def test_order_of_equal_lengths_is_fixed():
 
 def test_a_pair_that_comes_twice_is_two_atoms():
     atoms = make_atoms([3, 4, 3, 4], [7, 7, 7, 7])
-    assert atoms == (Atom(members=(0, 1), num_tokens=7), Atom(members=(2, 3), num_tokens=7))
+    assert atoms == (PackItem(members=(0, 1), num_tokens=7), PackItem(members=(2, 3), num_tokens=7))
 
 
 @given(count=st.integers(0, 50), per_update=st.integers(0, 20), seed=st.integers(0, 2**62), paired=st.booleans())

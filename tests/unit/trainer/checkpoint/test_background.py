@@ -17,7 +17,7 @@ from gyre.core.errors import DeadlineError, MemoryBudgetError, SnapshotError
 from gyre.objectives.config import PpoConfig
 from gyre.planner.memory_model.components import staging_bytes
 from gyre.planner.model_zoo import model_numbers
-from gyre.trainer.checkpoint.staging import Placed, Staging
+from gyre.trainer.checkpoint.staging import StagedParts, StagingBuffer
 from gyre.trainer.checkpoint.store import SnapshotStore
 from saver_cases import parts_of, saver_on
 from trainer_cases import SPEC, make_batch, make_trainer
@@ -211,7 +211,7 @@ def test_a_copy_that_fails_comes_out_and_training_goes_on(tmp_path: Path) -> Non
     case.save(1)
     case.saver.finish()
 
-    def fail(placed: Placed) -> None:
+    def fail(placed: StagedParts) -> None:
         raise RuntimeError("the device is gone")
 
     case.saver._staging.fill = fail
@@ -232,11 +232,11 @@ def test_memory_is_made_before_the_first_save(tmp_path: Path, monkeypatch: pytes
 
     asked: list[int] = []
 
-    def refuse(self: Staging, size_bytes: int) -> None:
+    def refuse(self: StagingBuffer, size_bytes: int) -> None:
         asked.append(size_bytes)
         raise MemoryBudgetError("no memory is left", hint="buy some")
 
-    monkeypatch.setattr(Staging, "_make", refuse)
+    monkeypatch.setattr(StagingBuffer, "_make", refuse)
     other = Case(tmp_path / "other")
     other.saver.prepare(1 << 16)
     with pytest.raises(SnapshotError, match="no memory is left"):
@@ -245,8 +245,8 @@ def test_memory_is_made_before_the_first_save(tmp_path: Path, monkeypatch: pytes
 
 
 def test_memory_that_does_not_come_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    go, staging = threading.Event(), Staging(torch.device("cpu"), deadline_s=0.05)
-    monkeypatch.setattr(Staging, "_make", lambda self, size_bytes: go.wait(60))
+    go, staging = threading.Event(), StagingBuffer(torch.device("cpu"), deadline_s=0.05)
+    monkeypatch.setattr(StagingBuffer, "_make", lambda self, size_bytes: go.wait(60))
     staging.prepare(64)
     try:
         with pytest.raises(DeadlineError, match="staged in is not there"):
@@ -290,7 +290,7 @@ def test_a_wait_that_fails_leaves_a_trainer_as_it_was(tmp_path: Path) -> None:
 
 
 def test_staging_memory_is_kept_and_grows() -> None:
-    staging = Staging(torch.device("cpu"), deadline_s=60.0)
+    staging = StagingBuffer(torch.device("cpu"), deadline_s=60.0)
     tensors = {"a": torch.arange(10.0), "b": torch.ones(3, dtype=torch.bfloat16), "c": torch.ones(())}
 
     def copy(tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:

@@ -12,12 +12,12 @@ import torch
 from gyre.core.records import Checkpointing
 from gyre.kernels.attention import PackedLayout, varlen_attention
 from gyre.kernels.logprobs import token_logprobs
-from gyre.kernels.recompute import Replay
+from gyre.kernels.recompute import RecomputeLayer
 from gyre.models.decoder import Decoder
 from gyre.models.init import init_weights
 from gyre.planner.memory_model.components import activation_bytes
 from gyre.planner.plan import Saving
-from gyre.trainer.batching.microbatch import Chunk
+from gyre.trainer.batching.microbatch import MicroBatch
 from gyre.trainer.passes.backward import collect_gradients
 from gyre.trainer.passes.forward import chunk_logprobs
 from trainer_cases import CPU, OBJECTIVES, make_batch, make_decoder, make_trainer, with_column
@@ -55,7 +55,7 @@ def test_every_objective_has_the_same_gradient(kind: str, dtype: torch.dtype, mo
 def test_the_graph_of_a_chunk_is_gone_before_the_next(kind: str) -> None:
     trainer, seen = make_trainer(kind, tokens_per_chunk=64), []
 
-    def logprobs(decoder: Decoder, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
+    def logprobs(decoder: Decoder, chunk: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         assert not any(graph() for graph in seen), "what a chunk's backward pass wanted is still there"
         found = chunk_logprobs(decoder, chunk)
         seen.append(weakref.ref(found[0]))
@@ -130,7 +130,7 @@ def test_the_prediction_follows_the_mode() -> None:
 
 def test_a_pass_that_keeps_another_number_of_tensors_when_run_again_is_our_bug() -> None:
     weight = torch.ones(3, requires_grad=True)
-    replay = Replay(lambda: weight * weight * weight)
+    replay = RecomputeLayer(lambda: weight * weight * weight)
     with replay.hooks():
         out = (weight * weight).sum()
     with pytest.raises(AssertionError, match="kept at first"):

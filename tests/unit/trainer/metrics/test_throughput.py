@@ -16,8 +16,8 @@ from gyre.distributed.process_group import alone
 from gyre.models.flops import forward_flops
 from gyre.trainer.config import TrainerConfig
 from gyre.trainer.metrics.profiler import Tracer, Work, check_whole, summarise, write_trace
-from gyre.trainer.metrics.throughput import Meter, join
-from gyre.trainer.passes.backward import Found, Totals
+from gyre.trainer.metrics.throughput import ThroughputMeter, join
+from gyre.trainer.passes.backward import StepStats, UpdateStats
 from trainer_cases import SPEC, make_batch, make_trainer
 
 
@@ -73,7 +73,7 @@ def test_what_failed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU `take` waits for the last collective, which never ends when its rank is lost."""
     group, asked = alone(), []
     monkeypatch.setattr(group.traffic, "take", lambda: asked.append(None) or Sent(bytes_by_kind={"all_reduce": 3}))
-    meter = Meter(group, peak_flops=None)
+    meter = ThroughputMeter(group, peak_flops=None)
     with pytest.raises(ValueError, match="lost"), meter.working():
         raise ValueError("a rank was lost")
     assert len(asked) == 1 and not meter._sent and meter._seconds > 0.0
@@ -84,9 +84,9 @@ def test_what_failed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("gaps", [(math.nan, 0.5), (0.5, math.nan), (0.25, 0.5, math.nan, 0.1)])
 def test_a_gap_that_is_no_number_is_not_hidden_behind_one_that_is(gaps) -> None:
-    totals = Totals()
+    totals = StepStats()
     for gap in gaps:
-        totals.add(Found(max_gap=torch.tensor(gap)), {"actor": 1.0})
+        totals.add(UpdateStats(max_gap=torch.tensor(gap)), {"actor": 1.0})
     assert math.isnan(totals.finish([totals.own()])["logprob_gap_max"])
 
 

@@ -24,7 +24,7 @@ from gyre.trainer.offload import state_file, state_stream
 from gyre.trainer.offload.host_gradients import HostGradients
 from gyre.trainer.offload.slices import BLOCK, numbers_per_cut, plan_cuts, staging_bytes
 from gyre.trainer.offload.state_file import StateFile
-from gyre.trainer.offload.state_placement import Home
+from gyre.trainer.offload.state_placement import StatePlacement
 from gyre.trainer.trainer import NativeTrainer
 from planner_cases import assert_planned
 from trainer_cases import (
@@ -298,7 +298,7 @@ def test_a_long_update_shows_that_it_goes_on(tmp_path, monkeypatch) -> None:
 def test_the_next_cut_comes_and_the_last_one_goes_while_one_is_updated(tmp_path, monkeypatch) -> None:
     """Each update of a cut waits until the read of the next has begun, and the write of the one before has; and never
     is a cut read that would have no place."""
-    home = Home("actor", CPU, state="disk", cut_bytes=4096, deadline_s=60.0, folder=tmp_path)
+    home = StatePlacement("actor", CPU, state="disk", cut_bytes=4096, deadline_s=60.0, folder=tmp_path)
     size = 8 * 512
     made = home.make(size, gradient_size=size, keeps_master=False)
     begun: dict[tuple[str, int], threading.Event] = {

@@ -15,7 +15,7 @@ from gyre.core.errors import InputError
 from gyre.core.records import Support, TrainBatch
 from gyre.kernels.attention import PackedLayout, varlen_attention
 from gyre.objectives.config import GrpoConfig, SftConfig
-from gyre.trainer.batching.epoch_plan import Planner
+from gyre.trainer.batching.epoch_plan import BatchPlanner
 from gyre.trainer.config import TrainerConfig
 from gyre.trainer.passes.backward import collect_gradients
 from trainer_cases import CPU, OBJECTIVES, SPEC, make_batch, make_decoder, make_trainer, with_column
@@ -140,7 +140,7 @@ def test_a_sequence_without_targets_changes_nothing():
 def test_denominators_of_updates_cover_the_batch_once():
     batch = make_batch(10)
     config = TrainerConfig(sequences_per_update=3, tokens_per_chunk=40)
-    planner = Planner(
+    planner = BatchPlanner(
         objective=SftConfig(), config=config, seed=1, vocab_size=SPEC.vocab_size, device=CPU, emit=lambda *_, **__: None
     )
     plan = planner.plan(batch.sequences, 0, 0)

@@ -16,7 +16,7 @@ from gyre.core.records import TrainSequence
 from gyre.kernels.rope import rope_tables
 from gyre.models.decoder import Decoder
 from gyre.models.init import init_weights
-from gyre.trainer.batching.microbatch import Chunk, build_chunk
+from gyre.trainer.batching.microbatch import MicroBatch, build_chunk
 from gyre.trainer.passes.backward import collect_gradients
 from gyre.trainer.passes.forward import chunk_logprobs
 from gyre.trainer.passes.recompute import recomputed_logprobs
@@ -32,7 +32,7 @@ FAMILIES = {
 class Oracle:
     """A ChunkForward from the reference kernels; `shift_TE` is added after each layer, so that it is another's."""
 
-    def __init__(self, decoder: Decoder, chunk: Chunk, shift: float = 0.0) -> None:
+    def __init__(self, decoder: Decoder, chunk: MicroBatch, shift: float = 0.0) -> None:
         self.decoder, self.chunk = decoder, chunk
         generator = torch.Generator().manual_seed(0)
         shape = (len(chunk.tokens_T), decoder.spec.hidden_size)
@@ -80,16 +80,16 @@ class Oracle:
         return self.logprobs(self.final_norm(x_TE[self.chunk.rows_N]), self.chunk.targets_N)[0]
 
 
-def by_oracle(decoder: Decoder, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
+def by_oracle(decoder: Decoder, chunk: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
     return recomputed_logprobs(decoder, chunk, Oracle(decoder, chunk))
 
 
-def off_by_one(decoder: Decoder, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
+def off_by_one(decoder: Decoder, chunk: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
     logprobs_N, entropy_N = by_oracle(decoder, chunk)
     return logprobs_N - 1.0, entropy_N
 
 
-def make_case(family: str) -> tuple[Decoder, Chunk]:
+def make_case(family: str) -> tuple[Decoder, MicroBatch]:
     """A float64 model and a chunk with temperatures of its own."""
     decoder = Decoder(FAMILIES[family], device=CPU, dtype=torch.float64)
     init_weights(decoder, 0)
